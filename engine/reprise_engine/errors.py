@@ -1,0 +1,68 @@
+"""Errors of the engine.
+
+    RepriseError
+    ├── ConfigError            a flag or field is wrong: exit code 2 at start-up
+    ├── ModelError             the model folder cannot be served
+    │   ├── ModelNotFound
+    │   └── UnsupportedModel   (architecture, multimodal, RoPE scaling …)
+    ├── InsufficientMemory     not one sequence fits
+    ├── RequestError           one request is wrong: HTTP 400, nothing else stops
+    │   └── ContextLengthExceeded
+    └── EngineDead             the engine process is gone: HTTP 503, /health fails
+
+A message names the field, its value, the limit and what to do.
+"""
+
+from __future__ import annotations
+
+
+class RepriseError(Exception):
+    """Base of every error that Reprise raises on purpose."""
+
+
+class ConfigError(RepriseError):
+    """A flag or configuration field has a value that cannot be honoured."""
+
+
+class ModelError(RepriseError):
+    """The model cannot be served."""
+
+
+class ModelNotFound(ModelError):
+    """The path or file of the model does not exist."""
+
+
+class UnsupportedModel(ModelError):
+    """The model exists, but its architecture or configuration is not supported."""
+
+
+class InsufficientMemory(RepriseError):
+    """The memory left for the KV cache does not hold one sequence of max_model_len."""
+
+
+class RequestError(RepriseError):
+    """A request cannot be honoured. `param` names the field, `code` is OpenAI's machine-readable code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Crosses the process boundary: keyword-only arguments need their own way back.
+        return (_rebuild_request_error, (type(self), self.message, self.param, self.code))
+
+
+def _rebuild_request_error(
+    cls: type[RequestError], message: str, param: str | None, code: str | None
+) -> RequestError:
+    return cls(message, param=param, code=code)
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt (plus max_tokens) does not fit max_model_len, or the prompt can never fit the KV pool."""
+
+
+class EngineDead(RepriseError):
+    """The engine process has ended; the API process answers 503 until it is restarted."""

@@ -1,0 +1,99 @@
+"""Messages between the API process and the engine process: plain frozen dataclasses, pickled over one pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reprise_engine.config import ResolvedConfig
+from reprise_engine.request import EngineRequest, RequestId, RequestOutput
+
+# --- API process → engine process
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    requests: tuple[EngineRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Answered by a PrefixCacheReset with the same token."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    pass
+
+
+ToEngine = Submit | Abort | ResetPrefixCache | Shutdown
+
+# --- engine process → API process
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Shown while starting: `stage` is a short phrase, `fraction` from 0 to 1 where it is known."""
+
+    stage: str
+    fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    config: ResolvedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StartupFailed:
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Gauges are of now; counters count since the start of the engine process, in tokens where not said otherwise.
+
+    prefix_cache_queries / hits: prompt tokens looked up / found, once a request, at its first admission.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of blocks referenced by requests, 0 to 1; cached but unreferenced blocks count as free."""
+    num_cached_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_evicted_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    outputs: tuple[RequestOutput, ...]
+    stats: SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheReset:
+    """`success` is False when blocks were still in use (those stay cached)."""
+
+    token: int
+    success: bool
+    freed_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The engine process hit an error it cannot go on from; the pipe closes after this."""
+
+    message: str
+    details: str = field(default="")
+
+
+FromEngine = LoadProgress | Ready | StartupFailed | Outputs | PrefixCacheReset | Died

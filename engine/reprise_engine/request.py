@@ -1,0 +1,119 @@
+"""What a client asks for, and what it gets back: the messages that cross between API process and engine process.
+
+Frozen, picklable, free of torch. The scheduler's own mutable state of a request is in `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+TokenId = int
+
+
+class FinishReason(Enum):
+    """Why a request ended; the value is OpenAI's word for it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next token. Stop *strings* are the text layer's; here are only token ids.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 switch their filter off. `logprobs` is the number of alternatives
+    reported per generated token (0: only the chosen one), None reports nothing.
+    A seed makes a request reproducible whatever else runs in the batch: the draw depends on (seed, position) only.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty makes the choice depend on the tokens seen so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence to generate, as the API process hands it to the engine process.
+
+    `sampling.max_tokens` is already resolved to a number, and prompt + max_tokens ≤ max_model_len is already checked.
+    `arrival_time` is time.monotonic() of the API process (one clock on one machine). Lower `priority` is served first.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[TokenId, ...]
+    sampling: SamplingParams
+    eos_token_ids: tuple[TokenId, ...] = ()
+    cache_salt: str | None = None
+    priority: int = 0
+    arrival_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability (natural, of the untempered distribution) of the chosen token and of the likeliest ones."""
+
+    token_id: TokenId
+    logprob: float
+    rank: int
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """time.monotonic() of a request's milestones, in seconds; None where not reached."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step (or a refusal) brought a request.
+
+    `cached_tokens` and `prompt_tokens` are those of the first admission and never change afterwards:
+    cached + computed = prompt, cached ≤ prompt - 1.
+    `error` is set alone, when the engine refuses the request.
+    """
+
+    request_id: RequestId
+    new_token_ids: tuple[TokenId, ...] = ()
+    new_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: TokenId | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    times: RequestTimes | None = None
+    error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None

@@ -1,0 +1,73 @@
+"""A Step: everything the runner needs for one forward pass, and a StepResult: everything the scheduler needs back.
+
+Frozen, picklable and complete: the runner asks nobody and keeps no state of requests, so a Step can be sent to every
+tensor-parallel rank as it is, and a test can write one by hand.
+
+Half-open intervals over one sequence (tokens known, tokens computed):
+
+    [0, start)                         KV is in the pool already (computed earlier, or a cache hit)
+    [start, start + len(token_ids))    computed by this step, written to its slots
+    the logits of the last one are sampled when `samples` is True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+from reprise_engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
+
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the whole of block `source` onto block `target`, in every layer, keys and values."""
+
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One sequence's part of a step.
+
+    `block_table` covers at least start + len(token_ids) tokens: position p lives in block block_table[p // block_size],
+    slot p % block_size. `history` is prompt + output so far, present only where a penalty needs it;
+    `prompt_length` splits it. `output_index` is the number of tokens generated so far (position of the draw).
+    """
+
+    request_id: RequestId
+    token_ids: tuple[TokenId, ...]
+    start: int
+    block_table: tuple[BlockId, ...]
+    samples: bool
+    sampling: SamplingParams
+    forbidden_token_ids: tuple[TokenId, ...] = ()  # end-of-sequence and stop tokens while below min_tokens
+    history: tuple[TokenId, ...] | None = None
+    prompt_length: int = 0
+    output_index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward pass. `copies` run in order, before the forward; their sources stay referenced until commit."""
+
+    step_id: int
+    requests: tuple[ScheduledRequest, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(r.token_ids) for r in self.requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The sampled token of every request whose part had `samples`; logprobs where its sampling asked for them."""
+
+    step_id: int
+    sampled: Mapping[RequestId, TokenId]
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)

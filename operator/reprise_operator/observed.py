@@ -1,0 +1,98 @@
+"""What was seen of one InferenceService's children at one moment. Frozen and free of I/O: made by observe.py and
+cluster.py, read by rollout.py and status.py, written by hand in tests.
+
+Times are Unix seconds (time.time()) since they are compared with the cluster's own timestamps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """The lines read from one pod's /metrics. None where the engine does not report the figure.
+
+    queries and hits are counters in tokens since the engine started.
+    """
+
+    scraped_at: float
+    enable_prefix_caching: bool | None = None
+    prefix_cache_queries: float | None = None
+    prefix_cache_hits: float | None = None
+    kv_cache_usage: float | None = None
+    """0 to 1."""
+    gpu_memory_utilization: float | None = None
+    block_size: int | None = None
+    num_gpu_blocks: int | None = None
+    max_model_len: int | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerFailure:
+    """Why a container is not running: waiting reason or last termination."""
+
+    container: str
+    reason: str
+    """As the kubelet says it: CrashLoopBackOff, ImagePullBackOff, CreateContainerConfigError, OOMKilled, Error …"""
+    message: str = ""
+    """The waiting message, or the termination message (our engine's last words)."""
+    exit_code: int | None = None
+    restart_count: int = 0
+    init: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedPod:
+    name: str
+    uid: str
+    ip: str | None
+    phase: str
+    ready: bool
+    terminating: bool
+    template_hash: str | None
+    """Label pod-template-hash (Deployment)."""
+    started_at: float | None
+    scheduled: bool
+    unschedulable_message: str | None = None
+    failures: tuple[ContainerFailure, ...] = ()
+    metrics: EngineMetrics | None = None
+    metrics_error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedChild:
+    """One object the API server holds under a name the Plan uses, or that carries our owner UID."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+    owned: bool
+    """Whether its controller owner reference is this very InferenceService (by UID)."""
+    generation: int
+    terminating: bool
+    body: Mapping[str, Any]
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        status = self.body.get("status", {})
+        return status if isinstance(status, Mapping) else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Everything level-triggered decisions look at. `missing_secrets` / `missing_claims` are names that do not exist."""
+
+    at: float
+    children: tuple[ObservedChild, ...] = ()
+    pods: tuple[ObservedPod, ...] = ()
+    missing_secrets: tuple[str, ...] = ()
+    missing_claims: tuple[str, ...] = ()
+    template_hash: str | None = None
+    """pod-template-hash of the Deployment's newest ReplicaSet: pods that carry it are the current ones."""
+    apply_errors: Mapping[str, str] = field(default_factory=dict)
+    """"Kind/name" → the API server's message, for children whose last apply it refused."""
