@@ -1,0 +1,25 @@
+"""What all tests share: one API server a session, started by the first test that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.apiserver import ApiServer, start_api_server
+
+_VERSION_LINE = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
+    """A real kube-apiserver where one is found, else the emulated one (REPRISE_TEST_API_SERVER=real|emulated decides)."""
+    with start_api_server() as server:
+        request.config.stash[_VERSION_LINE] = server.version_line
+        yield server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    version_line = config.stash.get(_VERSION_LINE, None)
+    if version_line is not None:
+        terminalreporter.write_line(f"API server: {version_line}")
