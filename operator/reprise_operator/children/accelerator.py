@@ -1,0 +1,98 @@
+"""What a pod needs to get its NPUs: resources, driver, node, runtime class. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reprise_operator.children.profiles import PROFILES, Profile
+from reprise_operator.spec import DriverMode, InferenceService
+
+HWHIAIUSER_GROUP = 1000
+"""Group of /dev/davinci* on a node with the Ascend driver; a container without CAP_DAC_OVERRIDE must be in it."""
+
+# (volume name, path, type). The type makes the kubelet refuse a node without the driver instead of creating the path.
+_DRIVER_PATHS = (
+    ("ascend-driver", "/usr/local/Ascend/driver", "Directory"),
+    ("ascend-dcmi", "/usr/local/dcmi", "Directory"),
+    ("ascend-npu-smi", "/usr/local/bin/npu-smi", "File"),
+    ("ascend-install-info", "/etc/ascend_install.info", "File"),
+)
+
+
+def profile_of(service: InferenceService) -> Profile:
+    """The profile the spec names; the schema admits no other."""
+    return PROFILES[service.spec.accelerator.profile]
+
+
+def resource_name(service: InferenceService) -> str | None:
+    """Extended resource of the devices; None on a CPU."""
+    profile = profile_of(service)
+    return (service.spec.accelerator.resource_name or profile.resource) if profile.is_npu else None
+
+
+def device_count(service: InferenceService) -> int:
+    """Devices of one pod; 0 on a CPU."""
+    profile = profile_of(service)
+    return (service.spec.accelerator.count or profile.minimum) if profile.is_npu else 0
+
+
+def container_resources(service: InferenceService) -> dict[str, dict[str, Any]]:
+    """Requests and limits: the user's, and the devices with requests = limits as every device plugin wants."""
+    asked = service.spec.runtime.resources
+    requests, limits = dict(asked.requests), dict(asked.limits)
+    name = resource_name(service)
+    if name is not None:
+        requests[name] = limits[name] = str(device_count(service))
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def runtime_class_name(service: InferenceService) -> str | None:
+    """The user's runtime class, else the profile's."""
+    return service.spec.accelerator.runtime_class_name or profile_of(service).runtime_class
+
+
+def mounts_driver(service: InferenceService) -> bool:
+    """Whether the driver is mounted from the node. `auto`: unless a runtime class is there to inject it."""
+    if not profile_of(service).is_npu:
+        return False
+    mode = service.spec.accelerator.driver
+    return mode is DriverMode.HOST_PATH or (mode is DriverMode.AUTO and runtime_class_name(service) is None)
+
+
+def driver_volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(volumes, mounts) of the driver, read-only."""
+    if not mounts_driver(service):
+        return [], []
+    volumes = [{"name": name, "hostPath": {"path": path, "type": kind}} for name, path, kind in _DRIVER_PATHS]
+    mounts = [{"name": name, "mountPath": path, "readOnly": True} for name, path, _ in _DRIVER_PATHS]
+    return volumes, mounts
+
+
+def accelerator_env(service: InferenceService) -> list[dict[str, Any]]:
+    """Environment of torch_npu: segments that grow keep a long-running engine from fragmenting its memory."""
+    if not profile_of(service).is_npu:
+        return []
+    return [{"name": "PYTORCH_NPU_ALLOC_CONF", "value": "expandable_segments:True"}]
+
+
+def with_node_affinity(affinity: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
+    """The user's affinity, narrowed to the profile's nodes.
+
+    Node selector terms are alternatives, so the profile's requirement is added to each of them.
+    """
+    if profile.node_label is None:
+        return dict(affinity)
+    label, values = profile.node_label
+    ours = {"key": label, "operator": "In", "values": list(values)}
+    node: Mapping[str, Any] = affinity.get("nodeAffinity") or {}
+    required: Mapping[str, Any] = node.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    terms: Sequence[Mapping[str, Any]] = required.get("nodeSelectorTerms") or [{}]
+    narrowed = [{**term, "matchExpressions": [*(term.get("matchExpressions") or []), ours]} for term in terms]
+    return {
+        **affinity,
+        "nodeAffinity": {
+            **node,
+            "requiredDuringSchedulingIgnoredDuringExecution": {**required, "nodeSelectorTerms": narrowed},
+        },
+    }

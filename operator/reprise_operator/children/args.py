@@ -1,0 +1,95 @@
+"""argv of the engine. A list of strings handed over as it is: no shell ever reads it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from reprise_operator.children.accelerator import device_count, profile_of
+from reprise_operator.children.memory import MemoryPlan
+from reprise_operator.settings import ENGINE_PORT
+from reprise_operator.spec import ClaimModel, HostPathModel, InferenceService, Runtime
+
+MODEL_MOUNT = "/model"
+"""Where the model's folder is mounted, read-only, in every engine container."""
+MINIMUM_BATCHED_TOKENS = 2048
+
+
+def model_path(service: InferenceService) -> str:
+    """Path of the model inside the container: the mounted folder, or a .gguf file or folder in it."""
+    match service.source:
+        case HostPathModel(path=path):
+            return f"{MODEL_MOUNT}/{path.rpartition('/')[2]}" if is_file(path) else MODEL_MOUNT
+        case ClaimModel(path=path):
+            return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
+
+
+def is_file(path: str) -> bool:
+    """Whether a model path names one file rather than a folder."""
+    return path.lower().endswith(".gguf")
+
+
+def engine_args(service: InferenceService, memory: MemoryPlan) -> list[str]:
+    """The container's args. Prefix caching is always said explicitly, since engines default to on.
+
+    The `command` is left to the image: ours begins with `reprise`, and that of vllm-ascend's base image sets the CANN
+    environment and executes its arguments unchanged.
+    """
+    if service.spec.runtime.name is Runtime.VLLM_ASCEND:
+        return ["vllm", *_serve(service, memory), *_vllm_ascend(service), *service.spec.runtime.extra_args]
+    return [*_serve(service, memory), *_reprise(service), *service.spec.runtime.extra_args]
+
+
+def _serve(service: InferenceService, memory: MemoryPlan) -> list[str]:
+    model = service.spec.model
+    args = ["serve", model_path(service), "--served-model-name", service.served_name, "--port", str(ENGINE_PORT)]
+    args += ["--gpu-memory-utilization", f"{memory.effective:g}"]
+    args.append(_switch("enable-prefix-caching", on=service.prefix_caching))
+    if service.spec.prefix_caching.block_size is not None:
+        args += ["--block-size", str(service.spec.prefix_caching.block_size)]
+    if model.max_model_len is not None:
+        args += ["--max-model-len", str(model.max_model_len)]
+    dtype = model.dtype or profile_of(service).dtype
+    if dtype is not None:
+        args += ["--dtype", dtype]
+    return args
+
+
+def _reprise(service: InferenceService) -> list[str]:
+    chunked = service.spec.chunked_prefill.enabled
+    if chunked is None:
+        return []
+    args = [_switch("enable-chunked-prefill", on=chunked)]
+    return args if chunked else [*args, *_whole_prompts(service)]
+
+
+def _vllm_ascend(service: InferenceService) -> list[str]:
+    chunked = service.spec.chunked_prefill.enabled
+    args = []
+    if service.prefix_caching:
+        # That runtime cannot combine the two, so a whole prompt must fit into one step.
+        args += [_switch("enable-chunked-prefill", on=False), *_whole_prompts(service)]
+    elif chunked is not None:
+        args.append(_switch("enable-chunked-prefill", on=chunked))
+    devices = device_count(service)
+    if devices > 1:
+        args += ["--tensor-parallel-size", str(devices)]
+    if profile_of(service).eager and not _has(service.spec.runtime.extra_args, "enforce-eager"):
+        args.append("--enforce-eager")
+    return args
+
+
+def _whole_prompts(service: InferenceService) -> list[str]:
+    length = service.spec.model.max_model_len
+    if length is None or _has(service.spec.runtime.extra_args, "max-num-batched-tokens"):
+        return []
+    return ["--max-num-batched-tokens", str(max(length, MINIMUM_BATCHED_TOKENS))]
+
+
+def _switch(flag: str, *, on: bool) -> str:
+    return f"--{flag}" if on else f"--no-{flag}"
+
+
+def _has(arguments: Sequence[str], flag: str) -> bool:
+    pattern = re.compile(rf"^--(no-)?{flag}(=.*)?$", re.DOTALL)
+    return any(pattern.match(argument.replace("_", "-")) for argument in arguments)

@@ -1,0 +1,192 @@
+"""The engine pod. Every input of the engine is in this template, so a change of any of them rolls out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reprise_operator.children.accelerator import (
+    HWHIAIUSER_GROUP,
+    accelerator_env,
+    container_resources,
+    driver_volumes,
+    profile_of,
+    runtime_class_name,
+    with_node_affinity,
+)
+from reprise_operator.children.args import MODEL_MOUNT, engine_args, is_file
+from reprise_operator.children.memory import MemoryPlan
+from reprise_operator.naming import pod_labels
+from reprise_operator.settings import ENGINE_PORT, Settings
+from reprise_operator.spec import ClaimModel, EnvVar, HostPathModel, InferenceService, Runtime
+
+CONTAINER = "engine"
+GRACE_SECONDS = 120
+STARTUP_SECONDS = 3600
+"""Loading a large model from a network volume takes tens of minutes; the pod must not be killed meanwhile."""
+PROBE_SECONDS = 5
+NPU_SHM = "8Gi"
+CPU_SHM = "1Gi"
+
+# Endpoints forget a terminating pod within a few seconds; our engine then drains by itself on SIGTERM. vLLM drops what
+# is running on SIGTERM, so there the drain is the wait before it.
+_DRAIN_SECONDS = {Runtime.REPRISE: 5, Runtime.VLLM_ASCEND: 60}
+_API_KEY_ENV = {Runtime.REPRISE: "REPRISE_API_KEY", Runtime.VLLM_ASCEND: "VLLM_API_KEY"}
+
+
+def build_pod_template(service: InferenceService, settings: Settings, memory: MemoryPlan) -> dict[str, Any]:
+    """metadata and spec of the Deployment's pods."""
+    user = service.spec.pod_template
+    metadata: dict[str, Any] = {"labels": {**user.metadata.labels, **pod_labels(service.identity)}}
+    if user.metadata.annotations:
+        metadata["annotations"] = dict(user.metadata.annotations)
+    volumes, mounts = _volumes(service)
+    affinity = with_node_affinity(user.affinity, profile_of(service))
+    optional = {
+        "affinity": affinity,
+        "nodeSelector": dict(user.node_selector),
+        "tolerations": [dict(item) for item in user.tolerations],
+        "schedulerName": user.scheduler_name,
+        "serviceAccountName": user.service_account_name,
+        "priorityClassName": user.priority_class_name,
+        "runtimeClassName": runtime_class_name(service),
+        "imagePullSecrets": [{"name": secret.name} for secret in service.spec.runtime.image_pull_secrets],
+    }
+    spec = {
+        "containers": [_container(service, settings, memory, mounts)],
+        "volumes": volumes,
+        "securityContext": _pod_security(service),
+        "automountServiceAccountToken": False,
+        # A Service called "vllm" would otherwise inject VLLM_PORT=tcp://…, which vLLM takes for its own setting.
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        **{key: value for key, value in optional.items() if value},
+    }
+    return {"metadata": metadata, "spec": spec}
+
+
+def engine_image(service: InferenceService, settings: Settings) -> str:
+    """The spec's image, else the default of its runtime (vllm-ascend has one a chip)."""
+    runtime = service.spec.runtime
+    if runtime.image:
+        return runtime.image
+    if runtime.name is Runtime.VLLM_ASCEND:
+        return settings.vllm_ascend_image + profile_of(service).image_suffix
+    return settings.reprise_image
+
+
+def _container(
+    service: InferenceService, settings: Settings, memory: MemoryPlan, mounts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": engine_image(service, settings),
+        "args": engine_args(service, memory),
+        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "env": _env(service),
+        "volumeMounts": mounts,
+        "securityContext": _container_security(service),
+        "lifecycle": {"preStop": {"sleep": {"seconds": _DRAIN_SECONDS[service.spec.runtime.name]}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "startupProbe": _probe(failures=STARTUP_SECONDS // PROBE_SECONDS),
+        "readinessProbe": _probe(failures=3),
+        # A busy engine may answer late; only one that has been silent for minutes is restarted.
+        "livenessProbe": {**_probe(failures=6), "periodSeconds": 20, "timeoutSeconds": 10},
+    }
+    resources = container_resources(service)
+    if resources:
+        container["resources"] = resources
+    return container
+
+
+def _probe(*, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": "/health", "port": "http", "scheme": "HTTP"},
+        "periodSeconds": PROBE_SECONDS,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+        "successThreshold": 1,
+    }
+
+
+def _env(service: InferenceService) -> list[dict[str, Any]]:
+    """Ours, then the user's. One entry a name: a duplicate would fail the whole apply, so the user's replaces ours."""
+    runtime = service.spec.runtime.name
+    env: list[dict[str, Any]] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
+        *accelerator_env(service),
+    ]
+    if runtime is Runtime.REPRISE:
+        # The root file system is read-only; caches go to the emptyDir.
+        env.append({"name": "HOME", "value": "/tmp"})  # noqa: S108 - a path inside the container
+    else:
+        env.append({"name": "VLLM_NO_USAGE_STATS", "value": "1"})
+    secret = service.spec.auth.api_key_secret_ref
+    if secret is not None:
+        reference = {"name": secret.name, "key": secret.key}
+        env.append({"name": _API_KEY_ENV[runtime], "valueFrom": {"secretKeyRef": reference}})
+    return _merge(env, (_env_entry(item) for item in service.spec.runtime.env), key="name")
+
+
+def _env_entry(variable: EnvVar) -> dict[str, Any]:
+    if variable.value_from is not None:
+        return {"name": variable.name, "valueFrom": dict(variable.value_from)}
+    return {"name": variable.name, "value": variable.value or ""}
+
+
+def _volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(volumes, mounts): ours, the driver's, then the user's, who may replace ours by name or by path."""
+    user = service.spec.pod_template
+    shm = NPU_SHM if profile_of(service).is_npu else CPU_SHM
+    driver, driver_mounts = driver_volumes(service)
+    volumes = [
+        {"name": "model", **_model_volume(service)},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        *driver,
+    ]
+    mounts = [
+        {"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a path inside the container
+        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the same
+        *driver_mounts,
+    ]
+    return _merge(volumes, user.volumes, key="name"), _merge(mounts, user.volume_mounts, key="mountPath")
+
+
+def _model_volume(service: InferenceService) -> dict[str, Any]:
+    match service.source:
+        case HostPathModel(path=path):
+            # Of a file its folder is mounted. No type: the engine's own message about a missing model reaches the
+            # status, while a refused mount would only show in the pod's events.
+            folder = (path.rpartition("/")[0] or "/") if is_file(path) else path
+            return {"hostPath": {"path": folder, "type": ""}}
+        case ClaimModel(claim=claim):
+            return {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+
+
+def _pod_security(service: InferenceService) -> dict[str, Any]:
+    context: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if service.spec.runtime.name is Runtime.REPRISE:
+        context["runAsNonRoot"] = True
+    if profile_of(service).is_npu:
+        context["supplementalGroups"] = [HWHIAIUSER_GROUP]
+    return context
+
+
+def _container_security(service: InferenceService) -> dict[str, Any]:
+    return {
+        "allowPrivilegeEscalation": False,
+        "privileged": False,
+        "capabilities": {"drop": ["ALL"]},
+        # The vllm-ascend image is not ours: it runs as root and writes to its home and working directory.
+        "readOnlyRootFilesystem": service.spec.runtime.name is Runtime.REPRISE,
+    }
+
+
+def _merge(ours: Iterable[Mapping[str, Any]], theirs: Iterable[Mapping[str, Any]], *, key: str) -> list[dict[str, Any]]:
+    """One entry for each value of `key`, in order of first appearance; a later entry replaces an earlier one."""
+    merged: dict[Any, dict[str, Any]] = {}
+    for entry in (*ours, *theirs):
+        merged[entry.get(key)] = dict(entry)
+    return list(merged.values())

@@ -1,0 +1,37 @@
+"""The Service in front of the pods. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
+from reprise_operator.spec import InferenceService
+
+
+def build_service(service: InferenceService) -> dict[str, Any]:
+    """The Service's manifest: `spec.service.port` → the container port "http" of the ready pods."""
+    identity, asked = service.identity, service.spec.service
+    return stamped(
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {
+                "name": child_name(identity),
+                "namespace": identity.namespace,
+                "labels": child_labels(identity),
+                "ownerReferences": [owner_reference(identity)],
+            },
+            "spec": {
+                "type": asked.type,
+                "selector": selector_labels(identity),
+                "sessionAffinity": asked.session_affinity,
+                "ports": [{"name": "http", "port": asked.port, "protocol": "TCP", "targetPort": "http"}],
+            },
+        }
+    )
+
+
+def service_url(service: InferenceService) -> str:
+    """Base URL for OpenAI clients inside the cluster."""
+    identity = service.identity
+    return f"http://{child_name(identity)}.{identity.namespace}.svc:{service.spec.service.port}/v1"

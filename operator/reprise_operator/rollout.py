@@ -1,0 +1,167 @@
+"""(Plan, Observed, what was applied) → actions. Pure: decides, while cluster.py executes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reprise_operator.naming import digest
+from reprise_operator.observed import Observed, ObservedChild
+from reprise_operator.plan import Manifest, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ChildKey:
+    """Which child: the namespace is the owner's."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The API server's answer to our last apply of one child, kept by cluster.py in memory.
+
+    While the child still looks like that answer and the manifest is the same, applying again would change nothing.
+    After an operator restart there is none, and each child is applied once.
+    """
+
+    manifest_digest: str
+    uid: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Server-side apply `manifest`.
+
+    `uid` None: it does not exist yet; apply with force off. Else it is ours: send metadata.uid and force on, so that a
+    field of ours that somebody else took over comes back.
+    """
+
+    key: ChildKey
+    manifest: Manifest
+    uid: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delete:
+    """Delete a child of ours that the Plan does not name; `uid` is the precondition."""
+
+    key: ChildKey
+    api_version: str
+    uid: str
+
+
+Action = Apply | Delete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameTaken:
+    """An object of a child's name exists and is not ours: it is never taken over."""
+
+    key: ChildKey
+
+    @property
+    def message(self) -> str:
+        return (
+            f"{self.key} exists and does not belong to this InferenceService. "
+            "It is left alone; delete or rename it, or give the InferenceService another name."
+        )
+
+
+def key_of(manifest: Manifest) -> ChildKey:
+    """The key of a manifest."""
+    return ChildKey(kind=manifest["kind"], name=manifest["metadata"]["name"])
+
+
+def applied(manifest: Manifest, answer: Mapping[str, Any]) -> Applied:
+    """What to remember of the API server's `answer` to an apply of `manifest`."""
+    return Applied(
+        manifest_digest=digest(manifest),
+        uid=answer["metadata"]["uid"],
+        fingerprint=fingerprint(manifest, answer),
+    )
+
+
+def fingerprint(manifest: Manifest, body: Mapping[str, Any]) -> str:
+    """Digest of all in `body` that an edit of our fields would change.
+
+    The spec's part is metadata.generation; a kind without generations (Service) gives its whole spec. Of the metadata
+    only what we set counts: controllers write annotations of their own.
+    """
+    ours, theirs = manifest["metadata"], body["metadata"]
+    generation = theirs.get("generation")
+    return digest(
+        {
+            "spec": generation if generation else body.get("spec"),
+            "labels": {key: theirs.get("labels", {}).get(key) for key in ours.get("labels", {})},
+            "annotations": {key: theirs.get("annotations", {}).get(key) for key in ours.get("annotations", {})},
+            "owners": theirs.get("ownerReferences", []),
+        }
+    )
+
+
+def conflicts(
+    plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied] | None = None
+) -> tuple[NameTaken, ...]:
+    """Children whose name belongs to somebody else."""
+    taken = []
+    for manifest in plan.children:
+        key = key_of(manifest)
+        child = _find(observed, key)
+        if child is not None and not _is_ours(child, (applied or {}).get(key)):
+            taken.append(NameTaken(key=key))
+    return tuple(taken)
+
+
+def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied] | None = None) -> tuple[Action, ...]:
+    """What to do now: nothing where the children are as they should be.
+
+    Level-triggered: the answer depends on what is, not on what happened. A child that is being deleted is waited for,
+    one whose name is taken is left alone (`conflicts` says so), and one of ours that the Plan does not name is deleted.
+    """
+    known = applied or {}
+    actions: list[Action] = []
+    for manifest in plan.children:
+        key = key_of(manifest)
+        child = _find(observed, key)
+        if child is None:
+            actions.append(Apply(key=key, manifest=manifest, uid=None))
+        elif (
+            not child.terminating
+            and _is_ours(child, known.get(key))
+            and not _is_current(manifest, child, known.get(key))
+        ):
+            actions.append(Apply(key=key, manifest=manifest, uid=child.uid))
+    planned = {key_of(manifest) for manifest in plan.children}
+    for child in observed.children:
+        key = ChildKey(kind=child.kind, name=child.name)
+        if child.owned and not child.terminating and key not in planned:
+            actions.append(Delete(key=key, api_version=child.api_version, uid=child.uid))
+    return tuple(actions)
+
+
+def _find(observed: Observed, key: ChildKey) -> ObservedChild | None:
+    return next((child for child in observed.children if (child.kind, child.name) == (key.kind, key.name)), None)
+
+
+def _is_ours(child: ObservedChild, record: Applied | None) -> bool:
+    """Ours by owner UID, or the very object we applied, from which somebody has taken the owner reference."""
+    if child.owned:
+        return True
+    controlled = any(owner.get("controller") for owner in child.body.get("metadata", {}).get("ownerReferences", []))
+    return record is not None and record.uid == child.uid and not controlled
+
+
+def _is_current(manifest: Manifest, child: ObservedChild, record: Applied | None) -> bool:
+    return (
+        record is not None
+        and record.uid == child.uid
+        and record.manifest_digest == digest(manifest)
+        and record.fingerprint == fingerprint(manifest, child.body)
+    )
