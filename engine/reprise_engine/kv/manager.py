@@ -1,0 +1,292 @@
+"""The KV cache as the scheduler sees it: which blocks a sequence has, which prefix of it is computed already.
+
+A sequence's blocks, as half-open intervals over `SequenceBlocks.blocks`:
+
+    [0, indexed)              in the prefix index: shared, full, never written again
+    [indexed, len(blocks))    its own: one reference, not in the index, written by its steps
+
+Lifecycle of a sequence:
+    1. sequence()   nothing is allocated yet
+    2. lookup()     what the index has of its tokens; changes nothing, may be repeated at no cost to the accounting
+    3. admit()      refers to the matched blocks and allocates all others that the known tokens need
+    4. extend()     one block more, whenever generation reaches the end of the last one
+    5. commit()     after each of its steps: blocks that the step filled enter the index
+    6. release()    finished, aborted or preempted: what is in the index stays there, unreferenced
+
+A block enters the index only in commit(), so nobody can match what is not computed. Where two sequences computed the
+same block, commit() gives the second one the first one's block and frees the duplicate, after the page table has
+changed. So a sequence refers to its whole chain in the index, and that is what makes leaves-first eviction O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from reprise_engine.kv.block_pool import BlockPool, BlockState
+from reprise_engine.kv.hashing import BlockHasher, ExtraKeys, TokenBytes, encode_blocks, sha256_block_hash
+from reprise_engine.kv.prefix_index import Node, PrefixIndex
+from reprise_engine.request import TokenId
+from reprise_engine.step import BlockCopy, BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the index holds of a sequence.
+
+    `shared` are whole blocks to refer to. `source`, where given, follows them: its first `source_tokens` tokens are
+    used as well, through a copy, since the sequence writes into the rest of that block.
+    """
+
+    shared: tuple[Node, ...] = ()
+    source: Node | None = None
+    source_tokens: int = 0
+    num_tokens: int = 0
+    """Tokens whose KV need not be computed: the shared blocks' and `source_tokens`."""
+
+
+NO_MATCH = Match()
+
+NextBlock = tuple[Node | None, ExtraKeys, TokenBytes]
+"""A block that is not in the index yet, by its place there: (parent, extra keys, tokens)."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceBlocks:
+    """One sequence's page table and its place in the index. Written by the KVCacheManager alone."""
+
+    extra_keys: ExtraKeys
+    reads_cache: bool
+    """False: neither matches at admission, nor takes over another sequence's block later."""
+    blocks: list[BlockId] = field(default_factory=list)
+    keys: list[TokenBytes] = field(default_factory=list)
+    """The encoded tokens of its first full blocks, as far as they were needed."""
+    indexed: int = 0
+    tip: Node | None = None
+    """The node of block `indexed - 1`."""
+    indexing: bool = True
+    """False once a block of its own stays a duplicate: what follows cannot be entered below it."""
+    copy_source: BlockId | None = None
+    """Referenced until the step that copies it is committed."""
+    table: tuple[BlockId, ...] = ()
+    """`blocks`, frozen for Steps; made anew only where `blocks` changes."""
+
+
+class KVCacheManager:
+    """Allocates blocks to sequences and remembers prefixes. Holds ids only; the runner owns the tensors."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        hasher: BlockHasher = sha256_block_hash,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_evicted_blocks = 0
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex(hasher)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that are referenced, 0 to 1."""
+        return self.pool.num_active / self.pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def sequence(self, *, cache_salt: str | None = None, skip_reading: bool = False) -> SequenceBlocks:
+        extra_keys = () if cache_salt is None else (cache_salt,)
+        reads_cache = self.enable_prefix_caching and not skip_reading
+        return SequenceBlocks(extra_keys=extra_keys, reads_cache=reads_cache, indexing=self.enable_prefix_caching)
+
+    def lookup(self, sequence: SequenceBlocks, tokens: Sequence[TokenId]) -> Match:
+        """The longest computed prefix of `tokens` (all that are known), at most len(tokens) - 1 long.
+
+        One token at least is always left to compute, since the next one is sampled from its logits. When all tokens
+        are cached, the last block becomes the `source` of a copy into which that one token is computed again.
+        """
+        if not sequence.reads_cache:
+            return NO_MATCH
+        self._encode(sequence, tokens, len(tokens) // self.block_size)
+        path = self.index.match(sequence.extra_keys, sequence.keys)
+        num_tokens = len(path) * self.block_size
+        if num_tokens < len(tokens):
+            return Match(shared=tuple(path), num_tokens=num_tokens)
+        last = path.pop()
+        num_tokens -= 1
+        source_tokens = self.block_size - 1
+        if not source_tokens:  # blocks of one token: nothing of the last one is worth a copy
+            return Match(shared=tuple(path), num_tokens=num_tokens)
+        return Match(shared=tuple(path), source=last, source_tokens=source_tokens, num_tokens=num_tokens)
+
+    def admit(self, sequence: SequenceBlocks, match: Match, num_tokens: int) -> tuple[BlockCopy, ...] | None:
+        """Refers to what matched and allocates the other blocks of the first `num_tokens` tokens.
+
+        Returns the copies that its first step must make, or None where the blocks do not suffice: nothing has changed
+        then. `match` is of a lookup since which nothing was allocated.
+        """
+        held = [node.block for node in match.shared]
+        if match.source is not None:
+            held.append(match.source.block)
+        own = self.blocks_for(num_tokens) - len(match.shared)
+        unreferenced = sum(1 for block in held if not self.pool.references(block))
+        if own > self.pool.num_available - unreferenced:
+            return None
+        self.pool.acquire(held)
+        blocks = self._allocate(own)
+        copies: tuple[BlockCopy, ...] = ()
+        if match.source is not None:
+            sequence.copy_source = held.pop()
+            copies = (BlockCopy(source=sequence.copy_source, target=blocks[0]),)
+        sequence.blocks = held + blocks
+        sequence.table = tuple(sequence.blocks)
+        sequence.indexed = len(match.shared)
+        sequence.tip = match.shared[-1] if match.shared else None
+        return copies
+
+    def next_block(self, sequence: SequenceBlocks, match: Match | None = None) -> NextBlock | None:
+        """The first full block of known tokens that the sequence misses in the index.
+
+        Without `match`, of an admitted sequence: the block that its commits will enter next, None where they will not.
+        With it, of one that waits: the block that it would have to compute, None where it cannot share one.
+        Two sequences with equal next blocks would compute the same.
+        """
+        if match is None:
+            if not sequence.indexing or sequence.indexed >= len(sequence.keys):
+                return None
+            return sequence.tip, sequence.extra_keys, sequence.keys[sequence.indexed]
+        matched = len(match.shared)
+        if not sequence.reads_cache or match.source is not None or matched >= len(sequence.keys):
+            return None
+        return (match.shared[-1] if match.shared else None), sequence.extra_keys, sequence.keys[matched]
+
+    def extend(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
+        """Allocates until the sequence has room for `num_tokens` tokens; False, and no change, where it cannot."""
+        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_available:
+            return False
+        sequence.blocks += self._allocate(missing)
+        sequence.table = tuple(sequence.blocks)
+        return True
+
+    def commit(self, sequence: SequenceBlocks, tokens: Sequence[TokenId], num_computed: int) -> None:
+        """Takes note that the KV of tokens[:num_computed] is in the sequence's blocks now."""
+        full = num_computed // self.block_size
+        if full > sequence.indexed and sequence.indexing:
+            self._index(sequence, tokens, full)
+        if sequence.copy_source is not None:
+            self.pool.release((sequence.copy_source,))
+            sequence.copy_source = None
+
+    def release(self, sequence: SequenceBlocks) -> None:
+        """Gives up all blocks. The sequence is as new: it may be looked up and admitted again."""
+        if sequence.copy_source is not None:
+            self.pool.release((sequence.copy_source,))
+            sequence.copy_source = None
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.table = ()
+        sequence.indexed = 0
+        sequence.tip = None
+        sequence.indexing = self.enable_prefix_caching
+
+    def reset(self) -> tuple[bool, int]:
+        """Forgets every cached block that is not in use.
+
+        Returns (success, freed): success is False where blocks are in use; these stay as they are.
+        """
+        dropped = self.pool.drop_cached()
+        for block in dropped:
+            self.index.remove(block)
+        return self.pool.num_active == 0, len(dropped)
+
+    def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
+        """Raises AssertionError where pool, index and page tables contradict each other. `sequences`: all there are."""
+        self.pool.check_invariants()
+        self.index.check_invariants()
+        expected = [0] * self.num_blocks
+        for sequence in sequences:
+            assert sequence.table == tuple(sequence.blocks), "a page table was not made anew"
+            assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence has a block twice"
+            for block in sequence.blocks:
+                expected[block] += 1
+            if sequence.copy_source is not None:
+                expected[sequence.copy_source] += 1
+            self._check_chain(sequence)
+        for i, count in enumerate(expected):
+            references = self.pool.references(BlockId(i))
+            assert references == count, f"block {i}: {references} references, but {count} sequences have it"
+        self._check_index()
+
+    def _allocate(self, count: int) -> list[BlockId]:
+        blocks, evicted = self.pool.allocate(count)
+        for block in evicted:
+            self.index.remove(block)
+        self.num_evicted_blocks += len(evicted)
+        return blocks
+
+    def _encode(self, sequence: SequenceBlocks, tokens: Sequence[TokenId], full: int) -> None:
+        known = len(sequence.keys)
+        if full > known:
+            size = self.block_size
+            sequence.keys += encode_blocks(tokens[known * size : full * size], size)
+
+    def _index(self, sequence: SequenceBlocks, tokens: Sequence[TokenId], full: int) -> None:
+        """Enters blocks [indexed, full), or takes over the blocks that are there already with the same content."""
+        self._encode(sequence, tokens, full)
+        blocks = sequence.blocks
+        duplicates: list[BlockId] = []
+        for i in range(sequence.indexed, full):
+            own = blocks[i]
+            node = self.index.insert(sequence.tip, sequence.extra_keys, sequence.keys[i], own)
+            if node.block == own:
+                self.pool.mark_indexed(own)
+            elif sequence.reads_cache:
+                self.pool.acquire((node.block,))
+                blocks[i] = node.block
+                duplicates.append(own)
+            else:
+                sequence.indexing = False
+                break
+            sequence.tip = node
+            sequence.indexed = i + 1
+        if duplicates:
+            sequence.table = tuple(blocks)
+            self.pool.release(duplicates)
+
+    def _check_chain(self, sequence: SequenceBlocks) -> None:
+        tip = sequence.tip
+        for i in reversed(range(sequence.indexed)):
+            assert tip is not None, f"the chain of a sequence ends {i + 1} blocks too early"
+            assert tip.block == sequence.blocks[i], (
+                f"block {sequence.blocks[i]} is in the table, {tip.block} in the tree"
+            )
+            assert tip.tokens == sequence.keys[i], f"block {tip.block} holds other tokens than the sequence"
+            assert self.index.node(tip.block) is tip, f"block {tip.block} left the index while in use"
+            tip = tip.parent
+        assert tip is None, "the chain of a sequence does not start at the root"
+        for block in sequence.blocks[sequence.indexed :]:
+            assert self.index.node(block) is None, f"block {block} is written to, yet it is in the index"
+            assert self.pool.references(block) == 1, f"block {block} is written to, yet it is shared"
+
+    def _check_index(self) -> None:
+        place = {block: i for i, block in enumerate(self.pool.eviction_order())}
+        for node in self.index:
+            assert self.pool.state(node.block) is not BlockState.FREE, f"block {node.block} is free, yet in the index"
+            if node.parent is not None and node.block in place:
+                parent = node.parent.block
+                assert place.get(parent, self.num_blocks) > place[node.block], f"block {parent} goes before its child"
+            if node.parent is not None and node.block not in place:
+                assert node.parent.block not in place, (
+                    f"block {node.parent.block} may be evicted before its child in use"
+                )
+        assert all(self.index.node(block) is not None for block in place), "a cached block is not in the index"

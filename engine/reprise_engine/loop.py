@@ -1,0 +1,62 @@
+"""The engine's loop on one screen: schedule → run → commit. Free of torch; the runner behind the Protocol is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from reprise_engine.errors import RequestError
+from reprise_engine.messages import SchedulerStats
+from reprise_engine.request import EngineRequest, RequestId, RequestOutput
+from reprise_engine.scheduler import Scheduler
+from reprise_engine.step import Step, StepResult
+
+
+class Runner(Protocol):
+    """Turns a Step into tokens. Knows tensors, and of requests only what the Step says."""
+
+    def run(self, step: Step) -> StepResult:
+        """Makes the copies in order, computes and writes the KV of all token_ids, samples where `samples` is True."""
+        ...
+
+
+class EngineCore:
+    """A scheduler and a runner, driven step by step by whoever owns it (the engine process, or `LLM` in its own)."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+
+    def submit(self, requests: Iterable[EngineRequest]) -> tuple[RequestOutput, ...]:
+        """Queues requests. A request that can never be served comes back as an output with `error` set."""
+        refused = []
+        for request in requests:
+            try:
+                self._scheduler.add(request)
+            except RequestError as error:
+                refused.append(RequestOutput(request_id=request.request_id, error=error))
+        return tuple(refused)
+
+    def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestOutput, ...]:
+        """Ends requests at once; unknown and finished ones are ignored."""
+        return self._scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        """One forward pass; nothing where there is no work."""
+        step = self._scheduler.schedule(self._clock())
+        if step is None:
+            return ()
+        result = self._runner.run(step)
+        return self._scheduler.commit(step, result, self._clock())
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> tuple[bool, int]:
+        """Returns (success, freed blocks); see `Scheduler.reset_prefix_cache`."""
+        return self._scheduler.reset_prefix_cache()

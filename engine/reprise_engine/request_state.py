@@ -1,0 +1,64 @@
+"""The scheduler's own, mutable view of a request, and its place in a queue."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from reprise_engine.kv.manager import SequenceBlocks
+from reprise_engine.request import RequestId, SamplingParams, TokenId
+
+Rank = tuple[int, float, int]
+"""(priority, arrival time, order of add): the lower, the sooner."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState:
+    """The scheduler's own view of a request, from add to its end."""
+
+    request_id: RequestId
+    rank: Rank
+    sampling: SamplingParams
+    eos_token_ids: frozenset[TokenId]
+    """Those that end this request; empty with ignore_eos."""
+    prompt_length: int
+    max_tokens: int
+    tokens: list[TokenId]
+    """All known tokens: prompt, then output."""
+    blocks: SequenceBlocks
+    computed: int = 0
+    cached_tokens: int | None = None
+    """Of the first admission; None before it."""
+    aborted: bool = False
+    """Aborted while its step runs: dropped at the commit."""
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next token may be one that ends the request."""
+        return self.output_length >= self.sampling.min_tokens
+
+    @property
+    def pending(self) -> int:
+        """Tokens known whose KV is not computed."""
+        return len(self.tokens) - self.computed
+
+
+def rank_of(state: RequestState) -> Rank:
+    return state.rank
+
+
+def remove(queue: list[RequestState], state: RequestState) -> bool:
+    """Takes `state` out of a queue ordered by rank, which is unique; False where it is not in it."""
+    position = bisect_left(queue, state.rank, key=rank_of)
+    if position == len(queue) or queue[position] is not state:
+        return False
+    del queue[position]
+    return True
