@@ -33,7 +33,11 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerFailure:
-    """Why a container is not running: waiting reason or last termination."""
+    """Why a container is not running: waiting reason or last termination.
+
+    Also the last termination of a container that runs again but is not ready yet, so that a crash loop reads the same in
+    all its phases; and with `container` empty, a volume that cannot be mounted (reason FailedMount, from the pod's events).
+    """
 
     container: str
     reason: str
@@ -61,6 +65,8 @@ class ObservedPod:
     failures: tuple[ContainerFailure, ...] = ()
     metrics: EngineMetrics | None = None
     metrics_error: str | None = None
+    created_at: float | None = None
+    """metadata.creationTimestamp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
