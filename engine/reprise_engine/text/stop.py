@@ -1,0 +1,68 @@
+"""Stop strings over streamed text: found wherever tokens and deltas are cut, and never shown by halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Watches the text of one sequence.
+
+    Text that may be the start of a stop string is held back until it is decided. The match that is complete first
+    wins, of two that end together the longer: so the result does not depend on how the text was cut into deltas.
+    `include` gives out the stop string as well.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, *, check: bool = True) -> str:
+        """The text that may be shown now. After a match (see `matched`) the rest is dropped.
+
+        `check` False shows everything and looks for nothing: below min_tokens.
+        """
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        if not check:
+            shown, self._held = self._held + text, ""
+            return shown
+        text = self._held + text
+        found = self._find(text)
+        if found is not None:
+            at, stop = found
+            self.matched = stop
+            self._held = ""
+            return text[: at + len(stop)] if self._include else text[:at]
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when the sequence ends otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            at = text.find(stop)
+            if at < 0:
+                continue
+            if best is None or (at + len(stop), at) < (best[0] + len(best[1]), best[0]):
+                best = (at, stop)
+        return best
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` that some stop string begins with."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
