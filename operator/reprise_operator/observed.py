@@ -35,8 +35,8 @@ class EngineMetrics:
 class ContainerFailure:
     """Why a container is not running: waiting reason or last termination.
 
-    Also the last termination of a container that runs again but is not ready yet, so that a crash loop reads the same in
-    all its phases; and with `container` empty, a volume that cannot be mounted (reason FailedMount, from the pod's events).
+    Also the last termination of a container that runs again but is not ready yet, so that a crash loop reads the same
+    in all its phases; and, with `container` empty, a volume that cannot be mounted (reason FailedMount).
     """
 
     container: str
@@ -91,7 +91,7 @@ class ObservedChild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Everything level-triggered decisions look at. `missing_secrets` / `missing_claims` are names that do not exist."""
+    """Everything level-triggered decisions look at; the `missing_…` are names of objects that do not exist."""
 
     at: float
     children: tuple[ObservedChild, ...] = ()

@@ -1,21 +1,19 @@
-"""(Plan, Observed) → actions. Pure: decides, while cluster.py executes.
-
-Level-triggered: the answer depends on what is, not on what happened. An Apply names every child that should be; whether
-it has to be sent, cluster.py knows, which has the API server's last answer (applied.py).
-"""
+"""(Plan, Observed, what was applied) → actions. Pure: decides, while cluster.py executes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from reprise_operator.naming import OWNER_UID_LABEL
+from reprise_operator.naming import OWNER_UID_LABEL, digest
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Manifest, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ChildKey:
-    """Which child; the namespace is the owner's."""
+    """Which child: the namespace is the owner's."""
 
     kind: str
     name: str
@@ -25,28 +23,38 @@ class ChildKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The API server's answer to our last apply of one child, kept by cluster.py in memory.
+
+    While the child still looks like that answer and the manifest is the same, applying again would change nothing.
+    After an operator restart there is none, and each child is applied once.
+    """
+
+    manifest_digest: str
+    uid: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
     """Server-side apply `manifest`.
 
-    `present` None: it does not exist; apply with force off. Else it is ours: send its UID and force on, so that a field
-    of ours that somebody else took over comes back. Nothing is sent where it already is as the manifest says.
+    `uid` None: it does not exist yet; apply with force off. Else it is ours: send metadata.uid and force on, so that a
+    field of ours that somebody else took over comes back.
     """
 
     key: ChildKey
     manifest: Manifest
-    present: ObservedChild | None
-
-    @property
-    def uid(self) -> str | None:
-        return None if self.present is None else self.present.uid
+    uid: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete:
-    """Delete a child of ours that the Plan does not name; its UID is the precondition."""
+    """Delete a child of ours that the Plan does not name; `uid` is the precondition."""
 
     key: ChildKey
-    child: ObservedChild
+    api_version: str
+    uid: str
 
 
 Action = Apply | Delete
@@ -61,8 +69,8 @@ class NameTaken:
     @property
     def message(self) -> str:
         return (
-            f"{self.key} exists and does not belong to this InferenceService. It is left alone: delete or rename it, "
-            "or give the InferenceService another name."
+            f"{self.key} exists and does not belong to this InferenceService. "
+            "It is left alone; delete or rename it, or give the InferenceService another name."
         )
 
 
@@ -71,30 +79,60 @@ def key_of(manifest: Manifest) -> ChildKey:
     return ChildKey(kind=manifest["kind"], name=manifest["metadata"]["name"])
 
 
-def decide(plan: Plan, observed: Observed) -> tuple[Action, ...]:
-    """What to do now, in order.
+def applied(manifest: Manifest, answer: Mapping[str, Any]) -> Applied:
+    """What to remember of the API server's `answer` to an apply of `manifest`."""
+    return Applied(
+        manifest_digest=digest(manifest),
+        uid=answer["metadata"]["uid"],
+        fingerprint=fingerprint(manifest, answer),
+    )
 
-    A child that is being deleted is waited for, one whose name is taken is left alone (see `conflicts`), and one of
-    ours that the Plan does not name is deleted.
+
+def fingerprint(manifest: Manifest, body: Mapping[str, Any]) -> str:
+    """Digest of all in `body` that an edit of our fields would change.
+
+    The spec's part is metadata.generation; a kind without generations (Service) gives its whole spec. Of the metadata
+    only what we set counts: controllers write annotations of their own.
     """
-    actions: list[Action] = []
-    planned = {key_of(manifest): manifest for manifest in plan.children}
-    for key, manifest in planned.items():
-        child = find_child(observed, key)
-        if child is None or (is_ours(plan, child) and not child.terminating):
-            actions.append(Apply(key=key, manifest=manifest, present=child))
-    for child in observed.children:
-        key = ChildKey(kind=child.kind, name=child.name)
-        if child.owned and not child.terminating and key not in planned:
-            actions.append(Delete(key=key, child=child))
-    return tuple(actions)
+    ours, theirs = manifest["metadata"], body["metadata"]
+    generation = theirs.get("generation")
+    return digest(
+        {
+            "spec": generation if generation else body.get("spec"),
+            "labels": {key: theirs.get("labels", {}).get(key) for key in ours.get("labels", {})},
+            "annotations": {key: theirs.get("annotations", {}).get(key) for key in ours.get("annotations", {})},
+            "owners": theirs.get("ownerReferences", []),
+        }
+    )
 
 
 def conflicts(plan: Plan, observed: Observed) -> tuple[NameTaken, ...]:
     """Children whose name belongs to somebody else."""
     keys = (key_of(manifest) for manifest in plan.children)
     found = ((key, find_child(observed, key)) for key in keys)
-    return tuple(NameTaken(key=key) for key, child in found if child is not None and not is_ours(plan, child))
+    return tuple(NameTaken(key=key) for key, child in found if child is not None and not _is_ours(plan, child))
+
+
+def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied] | None = None) -> tuple[Action, ...]:
+    """What to do now: nothing where the children are as they should be.
+
+    Level-triggered: the answer depends on what is, not on what happened. A child that is being deleted is waited for,
+    one whose name is taken is left alone (`conflicts` says so), and one of ours that the Plan does not name is deleted.
+    """
+    known = applied or {}
+    planned = {key_of(manifest): manifest for manifest in plan.children}
+    actions: list[Action] = []
+    for key, manifest in planned.items():
+        child = find_child(observed, key)
+        if child is None:
+            actions.append(Apply(key=key, manifest=manifest, uid=None))
+        elif not child.terminating and _is_ours(plan, child) and not _is_current(manifest, child, known.get(key)):
+            actions.append(Apply(key=key, manifest=manifest, uid=child.uid))
+    for child in observed.children:
+        key = ChildKey(kind=child.kind, name=child.name)
+        if child.owned and not child.terminating and key not in planned:
+            actions.append(Delete(key=key, api_version=child.api_version, uid=child.uid))
+    return tuple(actions)
 
 
 def find_child(observed: Observed, key: ChildKey) -> ObservedChild | None:
@@ -102,7 +140,7 @@ def find_child(observed: Observed, key: ChildKey) -> ObservedChild | None:
     return next((child for child in observed.children if (child.kind, child.name) == (key.kind, key.name)), None)
 
 
-def is_ours(plan: Plan, child: ObservedChild) -> bool:
+def _is_ours(plan: Plan, child: ObservedChild) -> bool:
     """Ours by owner UID; or by our label, if somebody took the owner reference away and nobody else controls it."""
     if child.owned:
         return True
@@ -110,3 +148,12 @@ def is_ours(plan: Plan, child: ObservedChild) -> bool:
     controlled = any(owner.get("controller") for owner in metadata.get("ownerReferences") or ())
     labelled = (metadata.get("labels") or {}).get(OWNER_UID_LABEL) == plan.identity.uid
     return labelled and not controlled
+
+
+def _is_current(manifest: Manifest, child: ObservedChild, record: Applied | None) -> bool:
+    return (
+        record is not None
+        and record.uid == child.uid
+        and record.manifest_digest == digest(manifest)
+        and record.fingerprint == fingerprint(manifest, child.body)
+    )
