@@ -1,0 +1,152 @@
+"""From a model's name to a module that is ready to run on our attention."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_attention
+from reprise_engine.config import DType, ModelConfig
+from reprise_engine.errors import ConfigError, UnsupportedModel
+from reprise_engine.messages import LoadProgress
+from reprise_engine.models.files import ModelFiles, resolve_model
+from reprise_engine.models.spec import ModelSpec, read_spec
+from reprise_engine.models.upcast import upcast_activations
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[LoadProgress], None]
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, in evaluation mode. `kv_dtype` is the dtype of its KV cache."""
+
+    module: PreTrainedModel
+    spec: ModelSpec
+    files: ModelFiles
+    dtype: str
+    kv_dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, shared ones once."""
+        storages = {
+            parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+            for parameter in self.module.parameters()
+        }
+        return sum(storages.values())
+
+
+def choose_dtype(requested: DType, spec: ModelSpec, files: ModelFiles, *, device: Literal["cpu", "npu"]) -> str:
+    """The dtype of the weights. Raises ConfigError.
+
+    On a CPU "auto" is bfloat16 for a bfloat16 checkpoint and float32 for all others, GGUF included; float16 has no
+    arithmetic there worth having and is refused. On an NPU "auto" is the checkpoint's 16-bit type, else bfloat16.
+    """
+    if device == "cpu":
+        if requested == "float16":
+            raise ConfigError("--dtype is float16, which is not supported on a CPU. Use auto, bfloat16 or float32.")
+        if requested != "auto":
+            return requested
+        return "bfloat16" if spec.checkpoint_dtype == "bfloat16" and files.gguf_file is None else "float32"
+    if requested != "auto":
+        return requested
+    return "float16" if spec.checkpoint_dtype == "float16" else "bfloat16"
+
+
+def load_model(
+    config: ModelConfig, *, device: torch.device, progress: Progress = lambda _progress: None
+) -> LoadedModel:
+    """Finds, checks and loads the model. Raises ModelNotFound, UnsupportedModel or ConfigError."""
+    if config.trust_remote_code:
+        raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
+    progress(LoadProgress("Reading the model's configuration"))
+    files = resolve_model(config.model, revision=config.revision)
+    spec = read_spec(files)
+    # Before minutes are spent on weights: a limit that cannot be met is told at once.
+    spec.choose_max_model_len(config.max_model_len)
+    dtype = choose_dtype(config.dtype, spec, files, device="npu" if device.type == "npu" else "cpu")
+
+    progress(LoadProgress(f"Loading weights ({files.weights}, {dtype})"))
+    module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
+    if device.type == "cpu" and dtype == "bfloat16":
+        upcast_activations(module)
+    module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
+    module.eval()
+    module.requires_grad_(False)
+    return LoadedModel(
+        module=module,
+        spec=spec,
+        files=files,
+        dtype=dtype,
+        kv_dtype=_TORCH_DTYPES[dtype],
+        device=device,
+        eos_token_ids=_eos_token_ids(files, module),
+    )
+
+
+def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
+    register_paged_attention()
+    options: dict[str, Any] = {
+        "config": spec.config,
+        "dtype": dtype,
+        "attn_implementation": ATTENTION_NAME,
+        "local_files_only": True,
+        "trust_remote_code": False,
+        "weights_only": True,
+        "use_safetensors": files.weights == "safetensors",
+    }
+    if files.gguf_file is not None:
+        from transformers import GgufConfig
+
+        options |= {"gguf_file": files.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        del options["use_safetensors"]
+    if spec.expert_size:
+        # One expert after the other: the sum of a row does not depend on which other rows share the batch.
+        options["experts_implementation"] = "eager"
+    with _without_progress_bars():
+        try:
+            module = AutoModelForCausalLM.from_pretrained(files.folder, **options)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise UnsupportedModel(f"The weights in {files.folder} cannot be loaded: {error}") from error
+    assert isinstance(module, PreTrainedModel)
+    if type(module).__name__ != spec.architecture:
+        raise UnsupportedModel(
+            f"{files.folder} was loaded as {type(module).__name__}, but its config.json says {spec.architecture}."
+        )
+    return module
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    # The engine reports progress by messages; bars on stderr would interleave with the server's log.
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _eos_token_ids(files: ModelFiles, module: PreTrainedModel) -> tuple[int, ...]:
+    """generation_config.json's end-of-sequence tokens, else those of the configuration."""
+    generation_config = files.read_json("generation_config.json") or {}
+    for value in (generation_config.get("eos_token_id"), getattr(module.config, "eos_token_id", None)):
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(token) for token in value)
+    return ()

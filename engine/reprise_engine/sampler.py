@@ -1,0 +1,149 @@
+"""Choosing the next token of every sampling request of a step. Stateless: the draw depends on (seed, position) only.
+
+Order, as in vLLM: forbidden tokens and penalties on the logits, then temperature, min-p, top-k, top-p, then the draw.
+R rows (requests), V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reprise_engine.request import TokenId, TokenLogprobs
+from reprise_engine.step import ScheduledRequest
+
+# Below this a temperature is greedy: dividing by it would overflow float32.
+_MIN_TEMPERATURE = 1e-5
+# Rows drawn at once: bounds the sorted copies and the float64 sums.
+_CHUNK_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen token, and its log-probabilities where the request asked for them."""
+
+    token_id: TokenId
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits_RV: torch.Tensor, rows: Sequence[ScheduledRequest], *, engine_seed: int) -> list[Choice]:
+    """One choice a row of `logits_RV` (float32, not modified). A request without a seed draws from one derived of
+    `engine_seed` and its id."""
+    scores_RV = _adjust(logits_RV, rows)
+    tokens = scores_RV.argmax(dim=-1).tolist()
+    random_rows = [row for row, request in enumerate(rows) if request.sampling.temperature >= _MIN_TEMPERATURE]
+    for start in range(0, len(random_rows), _CHUNK_ROWS):
+        chunk = random_rows[start : start + _CHUNK_ROWS]
+        drawn = _draw(scores_RV[chunk], [rows[row] for row in chunk], engine_seed)
+        for row, token in zip(chunk, drawn, strict=True):
+            tokens[row] = token
+    return [
+        Choice(token, _logprobs(logits_RV[row], token, request.sampling.logprobs))
+        for row, (token, request) in enumerate(zip(tokens, rows, strict=True))
+    ]
+
+
+def uniform(seed: str, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, the same on every device for the same seed and position."""
+    digest = hashlib.blake2b(f"{seed}\0{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) * 2.0**-53
+
+
+def _adjust(logits_RV: torch.Tensor, rows: Sequence[ScheduledRequest]) -> torch.Tensor:
+    """Applies forbidden tokens and penalties; the logits themselves are returned where there are none."""
+    if not any(request.forbidden_token_ids or request.sampling.needs_history for request in rows):
+        return logits_RV
+    scores_RV = logits_RV.clone()
+    for row, request in enumerate(rows):
+        if request.sampling.needs_history:
+            _penalise(scores_RV[row], request)
+        if request.forbidden_token_ids:
+            scores_RV[row, list(request.forbidden_token_ids)] = -math.inf
+    return scores_RV
+
+
+def _penalise(scores_V: torch.Tensor, request: ScheduledRequest) -> None:
+    """In place. Repetition counts prompt and output (Keskar et al. 2019, CTRL); presence and frequency the output
+    only, as in OpenAI's API."""
+    if request.history is None:
+        raise ValueError(f"request {request.request_id} has a penalty, but its step carries no history")
+    sampling = request.sampling
+    device = scores_V.device
+    if sampling.repetition_penalty != 1.0 and request.history:
+        seen = torch.tensor(sorted(set(request.history)), device=device)
+        values = scores_V[seen]
+        scores_V[seen] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
+    output = request.history[request.prompt_length :]
+    if output and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
+        token, count = torch.unique(torch.tensor(output, device=device), return_counts=True)
+        scores_V[token] -= sampling.presence_penalty + sampling.frequency_penalty * count.to(scores_V.dtype)
+
+
+def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed: int) -> list[TokenId]:
+    params = [request.sampling for request in rows]
+    scores_RV = scores_RV / _column(scores_RV, [p.temperature for p in params])
+    if any(p.min_p > 0.0 for p in params):
+        # p >= min_p * p_max, in logarithms.
+        floor = scores_RV.amax(dim=-1, keepdim=True) + _column(
+            scores_RV, [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+        )
+        scores_RV = scores_RV.masked_fill(scores_RV < floor, -math.inf)
+    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+        scores_RV = _filter_top(scores_RV, top_k=[p.top_k for p in params], top_p=[p.top_p for p in params])
+
+    # The inverse of the cumulative distribution, in token order; float64 so that 150,000 terms sum to 1.
+    cumulative_RV = scores_RV.softmax(dim=-1).cpu().double().cumsum(dim=-1)
+    seeds = [
+        f"{engine_seed}/{request.request_id}" if request.sampling.seed is None else str(request.sampling.seed)
+        for request in rows
+    ]
+    draws = torch.tensor(
+        [[uniform(seed, request.output_index)] for seed, request in zip(seeds, rows, strict=True)],
+        dtype=torch.float64,
+    )
+    total = cumulative_RV[:, -1:]
+    target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    # right=True: the first token whose cumulative probability exceeds the target, so its own is above 0.
+    tokens: list[TokenId] = torch.searchsorted(cumulative_RV, target, right=True).squeeze(1).tolist()
+    return tokens
+
+
+def _filter_top(scores_RV: torch.Tensor, *, top_k: list[int], top_p: list[float]) -> torch.Tensor:
+    """Keeps the top_k likeliest tokens (and ties with the last), then the fewest whose probability reaches top_p."""
+    vocab_size = scores_RV.shape[-1]
+    kept = [min(k, vocab_size) if k > 0 else vocab_size for k in top_k]
+    # Sorting is only as wide as the widest top_k.
+    sorted_scores, sorted_tokens = scores_RV.topk(max(kept), dim=-1)
+    kth = sorted_scores.gather(1, torch.tensor([[k - 1] for k in kept], device=scores_RV.device))
+    result = scores_RV.masked_fill(scores_RV < kth, -math.inf)
+    if all(p >= 1.0 for p in top_p):
+        return result
+    probabilities = sorted_scores.masked_fill(sorted_scores < kth, -math.inf).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    limit = _column(scores_RV, [p if p < 1.0 else math.inf for p in top_p])
+    dropped = before >= limit
+    dropped[:, 0] = False
+    return result.masked_fill(torch.zeros_like(result, dtype=torch.bool).scatter(1, sorted_tokens, dropped), -math.inf)
+
+
+def _logprobs(logits_V: torch.Tensor, token: TokenId, num_top: int | None) -> TokenLogprobs | None:
+    if num_top is None:
+        return None
+    normaliser = logits_V.logsumexp(dim=-1)
+    chosen = logits_V[token]
+    top: tuple[tuple[TokenId, float], ...] = ()
+    if num_top > 0:
+        values, tokens = (logits_V - normaliser).topk(min(num_top, logits_V.shape[-1]))
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    rank = int((logits_V > chosen).sum()) + 1
+    return TokenLogprobs(token_id=token, logprob=float(chosen - normaliser), rank=rank, top=top)
+
+
+def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
