@@ -42,7 +42,7 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
         metadata["annotations"] = dict(user.metadata.annotations)
     volumes, mounts = _volumes(service)
     affinity = with_node_affinity(user.affinity, profile_of(service))
-    optional = {
+    optional: dict[str, Any] = {
         "affinity": affinity,
         "nodeSelector": dict(user.node_selector),
         "tolerations": [dict(item) for item in user.tolerations],
@@ -52,7 +52,7 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
         "runtimeClassName": runtime_class_name(service),
         "imagePullSecrets": [{"name": secret.name} for secret in service.spec.runtime.image_pull_secrets],
     }
-    spec = {
+    spec: dict[str, Any] = {
         "containers": [_container(service, settings, memory, mounts)],
         "volumes": volumes,
         "securityContext": _pod_security(service),
@@ -139,13 +139,13 @@ def _volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict
     user = service.spec.pod_template
     shm = NPU_SHM if profile_of(service).is_npu else CPU_SHM
     driver, driver_mounts = driver_volumes(service)
-    volumes = [
+    volumes: list[dict[str, Any]] = [
         {"name": "model", **_model_volume(service)},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         *driver,
     ]
-    mounts = [
+    mounts: list[dict[str, Any]] = [
         {"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a path inside the container
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the same

@@ -1,0 +1,285 @@
+"""(Plan, Observed, now) → how the service is doing, as one Diagnosis. Pure.
+
+The questions are asked in order, and the first answer counts:
+taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → progress.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from reprise_operator.children.pod import CONTAINER
+from reprise_operator.naming import PLAN_HASH_ANNOTATION
+from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
+from reprise_operator.plan import Manifest, Plan
+from reprise_operator.rollout import conflicts, find_child, key_of
+
+UNSCHEDULABLE_SECONDS = 600.0
+"""A pod without a node for so long needs a person: until then a cluster autoscaler or a finished job may help."""
+CRASHES = 2
+"""Restarts from which a failing container is a crash loop, and not a hiccup."""
+
+
+class State(Enum):
+    """kstatus: Current, InProgress, Failed."""
+
+    READY = "ready"
+    PROGRESSING = "progressing"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """`reason` is CamelCase, `message` for people: what is wrong and what to do."""
+
+    state: State
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentCounts:
+    """Figures of a Deployment's status; all 0 while there is none."""
+
+    replicas: int = 0
+    updated: int = 0
+    ready: int = 0
+    available: int = 0
+    seen: bool = False
+    """Whether they are about the Deployment's present generation."""
+
+
+def counts(deployment: ObservedChild | None) -> DeploymentCounts:
+    """Read them from the observed Deployment."""
+    if deployment is None:
+        return DeploymentCounts()
+    status = deployment.status
+    return DeploymentCounts(
+        replicas=int(status.get("replicas", 0)),
+        updated=int(status.get("updatedReplicas", 0)),
+        ready=int(status.get("readyReplicas", 0)),
+        available=int(status.get("availableReplicas", 0)),
+        seen=int(status.get("observedGeneration", 0)) >= deployment.generation,
+    )
+
+
+def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
+    """How the service is doing now."""
+    taken = conflicts(plan, observed)
+    if taken:
+        return _stalled("NameTaken", " ".join(conflict.message for conflict in taken))
+    refused = [
+        f"{child}: {message}"
+        for child, message in sorted(observed.apply_errors.items())
+        if child in {str(key_of(manifest)) for manifest in plan.children}
+    ]
+    if refused:
+        return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
+    deployment = find_child(observed, key_of(plan.deployment))
+    if _is_ready(plan, observed, deployment):
+        return _ready(plan)
+    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(deployment)
+    if failure is not None:
+        return failure
+    waiting = _unschedulable(observed, counts(deployment), now) or _first_crash(observed)
+    deadline = _deadline(deployment)
+    if waiting is not None:
+        return Diagnosis(state=State.STALLED, reason=waiting.reason, message=waiting.message) if deadline else waiting
+    if deadline is not None:
+        return _stalled("ProgressDeadlineExceeded", deadline)
+    return _progress(plan, observed, deployment)
+
+
+def current_pods(observed: Observed) -> tuple[ObservedPod, ...]:
+    """Pods of the present template that are meant to stay; all that are not going while the template is unknown."""
+    pods = (pod for pod in observed.pods if not pod.terminating)
+    return tuple(pod for pod in pods if observed.template_hash in (None, pod.template_hash))
+
+
+def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
+    """Whether the object was applied from this very manifest, not from an older spec."""
+    if child is None or child.terminating:
+        return False
+    annotations = child.body.get("metadata", {}).get("annotations") or {}
+    return bool(annotations.get(PLAN_HASH_ANNOTATION) == manifest["metadata"]["annotations"][PLAN_HASH_ANNOTATION])
+
+
+def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
+    applied = (_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
+    if not all(applied):
+        return False
+    figures = counts(deployment)
+    wanted = plan.replicas
+    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count.
+    return figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+
+
+def _ready(plan: Plan) -> Diagnosis:
+    if plan.service.spec.suspend:
+        return Diagnosis(state=State.READY, reason="Suspended", message="spec.suspend is true; no pod runs.")
+    if plan.replicas == 0:
+        return Diagnosis(state=State.READY, reason="ScaledToZero", message="spec.replicas is 0; no pod runs.")
+    return Diagnosis(state=State.READY, reason="Ready", message=f"{plan.replicas} of {plan.replicas} pods are ready.")
+
+
+def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
+    secrets = [name for name in plan.secret_names if name in observed.missing_secrets]
+    if secrets:
+        return _stalled(
+            "SecretNotFound",
+            f"Secret {', '.join(secrets)} does not exist in namespace {plan.identity.namespace}. "
+            "The pods start once it is created.",
+        )
+    claims = [name for name in plan.claim_names if name in observed.missing_claims]
+    if claims:
+        return _stalled(
+            "ClaimNotFound",
+            f"PersistentVolumeClaim {', '.join(claims)} does not exist in namespace {plan.identity.namespace}. "
+            "The pods start once it is created.",
+        )
+    return None
+
+
+def _failure_of_pods(plan: Plan, observed: Observed) -> Diagnosis | None:
+    for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
+        for failure in pod.failures:
+            diagnosis = _classify(plan, pod, failure)
+            if diagnosis is not None:
+                return diagnosis
+    return None
+
+
+_IMAGE = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    }
+)
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+# ErrImagePull and ImagePullBackOff take turns, the second quoting the first: what they share is the message.
+_BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*"(: \w+: )?')
+# Holds the delay, which grows with each crash: not a cause, and no reason to write the status again.
+_RESTARTING = re.compile(r"^back-off \S+ restarting failed container.*$", re.DOTALL)
+_DEVICE_MEMORY = re.compile(r"NPU out of memory|Available KV cache memory: -|No available memory for the cache blocks")
+# Our engine's last words begin with the class of the error; vLLM's are matched by their text.
+_LAST_WORDS = (
+    ("UnsupportedModel", re.compile(r"\bUnsupportedModel\b|Model architectures? .*not supported|is not a multimodal")),
+    (
+        "ModelNotFound",
+        re.compile(r"\bModelNotFound\b|Repo id must be in the form|does not appear to have a file named"),
+    ),
+    (
+        "InsufficientMemory",
+        re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),
+    ),
+    ("InvalidArguments", re.compile(r"\bConfigError\b|unrecognized arguments|: error: argument ")),
+)
+
+
+def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagnosis | None:
+    """None while it may still be a hiccup."""
+    where = f"Pod {pod.name}" + (f", container {failure.container}" if failure.container else "")
+    words = failure.message.strip()
+    if failure.reason in _IMAGE:
+        cause = _BACK_OFF.sub("", words) or "it is not there, or may not be read; see spec.runtime.imagePullSecrets"
+        image = plan.deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        of = f" {image}" if failure.container == CONTAINER else ""
+        return _stalled("ImagePullFailed", f"{where}: the image{of} cannot be pulled: {cause}")
+    if failure.reason in _CONFIG:
+        missing = re.search(r"secret .* not found|in Secret ", words)
+        return _stalled(
+            "SecretNotFound" if missing else "ContainerConfigInvalid", f"{where}: {words or failure.reason}"
+        )
+    if failure.reason == "FailedMount":
+        return _stalled("VolumeMountFailed", f"{where}: {words}")
+    if failure.reason == "OOMKilled" or (failure.exit_code == 137 and not words):
+        return _stalled(
+            "OutOfMemory",
+            f"{where} was killed for using more than its host memory (exit code 137): raise or remove "
+            "spec.runtime.resources.limits.memory.",
+        )
+    cause = _RESTARTING.sub("", words)
+    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    told = f"{where} fails{code}: {cause}" if cause else f"{where} fails{code} without a last word; see its log."
+    if _DEVICE_MEMORY.search(cause):
+        return _stalled("DeviceOutOfMemory", f"{told} Lower spec.memory.utilization or spec.model.maxModelLen.")
+    for reason, pattern in _LAST_WORDS:
+        if pattern.search(cause):
+            return _stalled(reason, told)
+    if failure.reason == "CrashLoopBackOff" or failure.restart_count >= CRASHES:
+        return _stalled("ContainerCrashing", told)
+    return None
+
+
+def _first_crash(observed: Observed) -> Diagnosis | None:
+    for pod in current_pods(observed):
+        for failure in pod.failures:
+            return Diagnosis(
+                state=State.PROGRESSING,
+                reason="ContainerRestarting",
+                message=f"Pod {pod.name}, container {failure.container} ended ({failure.reason}) and is started again.",
+            )
+    return None
+
+
+def _failure_of(deployment: ObservedChild | None) -> Diagnosis | None:
+    """The ReplicaSet may not create pods: quota, Pod Security, a webhook."""
+    condition = _condition(deployment, "ReplicaFailure")
+    if condition.get("status") != "True":
+        return None
+    return _stalled("PodsRefused", condition.get("message", "The API server refuses the pods."))
+
+
+def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) -> Diagnosis | None:
+    for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
+        if pod.scheduled or not pod.unschedulable_message:
+            continue
+        waited = pod.created_at is not None and now - pod.created_at >= UNSCHEDULABLE_SECONDS
+        return Diagnosis(
+            state=State.STALLED if waited else State.PROGRESSING,
+            reason="Unschedulable",
+            message=f"Pod {pod.name} has no node: {pod.unschedulable_message} {figures.ready} other pods are ready.",
+        )
+    return None
+
+
+def _deadline(deployment: ObservedChild | None) -> str | None:
+    condition = _condition(deployment, "Progressing")
+    if condition.get("reason") != "ProgressDeadlineExceeded":
+        return None
+    return condition.get("message", "The rollout made no progress for too long.")
+
+
+def _condition(deployment: ObservedChild | None, kind: str) -> dict[str, str]:
+    if deployment is None or int(deployment.status.get("observedGeneration", 0)) < deployment.generation:
+        return {}
+    found = (item for item in deployment.status.get("conditions") or () if item.get("type") == kind)
+    return dict(next(found, {}))
+
+
+def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> Diagnosis:
+    for manifest in plan.children:
+        if not _is_applied(manifest, find_child(observed, key_of(manifest))):
+            return Diagnosis(
+                state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} is being applied."
+            )
+    figures = counts(deployment)
+    if not figures.seen:
+        message = "The Deployment controller has not seen the present template yet."
+        return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
+    old = figures.replicas - figures.updated
+    ready = sum(pod.ready for pod in current_pods(observed))
+    message = f"{min(ready, figures.updated)} of {plan.replicas} pods of the present template are ready"
+    message += f", {old} of an older one to be replaced." if old > 0 else "."
+    return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
+
+
+def _stalled(reason: str, message: str) -> Diagnosis:
+    return Diagnosis(state=State.STALLED, reason=reason, message=message)
