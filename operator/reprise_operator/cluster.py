@@ -31,7 +31,6 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
-from reprise_operator.applied import AppliedAnswers
 from reprise_operator.kinds import (
     CHILD_TYPES,
     CLAIMS,
@@ -54,6 +53,7 @@ Uid = NewType("Uid", str)
 REQUEST_TIMEOUT_SECONDS = 30.0
 PAGE_SIZE = 500
 
+APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
@@ -97,9 +97,7 @@ class ApplyOutcome(enum.Enum):
     CREATED = "created"
     CHANGED = "changed"
     UNCHANGED = "unchanged"
-    """Sent, and the API server found nothing to change."""
-    SKIPPED = "skipped"
-    """Not sent: the object already holds what the last apply was answered with."""
+    """The API server found nothing to change."""
     CONFLICT = "conflict"
     REFUSED = "refused"
 
@@ -110,10 +108,7 @@ class ApplyResult:
     message: str = ""
     """The API server's reason, for CONFLICT and REFUSED."""
     body: Body | None = None
-
-    @property
-    def written(self) -> bool:
-        return self.outcome in (ApplyOutcome.CREATED, ApplyOutcome.CHANGED)
+    """The object as answered, for the other outcomes."""
 
 
 RequestObserver = Callable[[str, ResourceType, str], None]
@@ -230,7 +225,7 @@ class Cluster:
 
     # Writes ---------------------------------------------------------------------------------------------------------
 
-    async def apply(self, manifest: Body, *, present: Body | None, answers: AppliedAnswers) -> ApplyResult:
+    async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
         """Applies a child on the server side.
 
         `present` is the object as just read, and it must be ours; None when there was none. An absent one is created
@@ -238,13 +233,11 @@ class Cluster:
         is applied with its UID, so an object that was replaced in the meantime is a CONFLICT too, and with force: the
         fields of the manifest are ours, and an edit of one of them by somebody else ends here.
         """
-        if present is not None and answers.is_current(manifest, present):
-            return ApplyResult(outcome=ApplyOutcome.SKIPPED, body=present)
         resource = _resource_type(manifest)
         metadata = manifest["metadata"]
         body: Body = manifest
         if present is not None:
-            body = {**manifest, "metadata": {**metadata, "uid": present["metadata"]["uid"]}}
+            body = {**manifest, "metadata": {**metadata, "uid": present.uid}}
         try:
             answer = await self._request(
                 "patch",
@@ -252,7 +245,7 @@ class Cluster:
                 metadata["namespace"],
                 metadata["name"],
                 body=body,
-                content_type="application/apply-patch+yaml",
+                content_type=APPLY_PATCH,
                 field_manager=FIELD_MANAGER,
                 force_conflicts="true" if present is not None else "false",
             )
@@ -262,23 +255,23 @@ class Cluster:
             if error.fault in (Fault.INVALID, Fault.FORBIDDEN):
                 return ApplyResult(outcome=ApplyOutcome.REFUSED, message=error.message)
             raise
-        answers.record(manifest, answer)
         if present is None:
             return ApplyResult(outcome=ApplyOutcome.CREATED, body=answer)
-        unchanged = answer["metadata"]["resourceVersion"] == present["metadata"]["resourceVersion"]
-        return ApplyResult(outcome=ApplyOutcome.UNCHANGED if unchanged else ApplyOutcome.CHANGED, body=answer)
+        before, after = present.body["metadata"].get("resourceVersion"), answer["metadata"].get("resourceVersion")
+        outcome = ApplyOutcome.UNCHANGED if before == after else ApplyOutcome.CHANGED
+        return ApplyResult(outcome=outcome, body=answer)
 
-    async def delete(self, child: ObservedChild, namespace: str) -> bool:
-        """Deletes the child if it is still this very object. False when it was gone or another one already."""
-        resource = next(kind for kind in CHILD_TYPES if kind.kind == child.kind)
+    async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
+        """Deletes a child if it is still this very object. False when it was gone or another one already."""
+        resource = next(resource for resource in CHILD_TYPES if resource.kind == kind)
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "preconditions": {"uid": child.uid},
+            "preconditions": {"uid": uid},
             "propagationPolicy": "Background",
         }
         try:
-            await self._request("delete", resource, namespace, child.name, body=options)
+            await self._request("delete", resource, namespace, name, body=options)
         except ClusterError as error:
             if error.fault in (Fault.NOT_FOUND, Fault.CONFLICT):
                 return False

@@ -1,0 +1,144 @@
+"""Kubernetes Events (events.k8s.io/v1) about InferenceServices: what `kubectl describe` shows.
+
+The same event again is counted in its series, not written anew: one that repeats within `SERIES_SECONDS` is a patch at
+most every `PATCH_SECONDS`. Events are a courtesy: one that cannot be written is logged, and nothing else fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from reprise_operator.cluster import Cluster, ClusterError
+from reprise_operator.settings import FIELD_MANAGER, GROUP, KIND, VERSION
+
+logger = logging.getLogger(__name__)
+
+Body = Mapping[str, Any]
+
+SERIES_SECONDS = 1800.0
+PATCH_SECONDS = 60.0
+REMEMBERED = 4096
+MAX_NOTE = 1024
+"""Characters; the API server refuses a longer note."""
+
+EventType = Literal["Normal", "Warning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """Something worth telling about a service. reason and action are CamelCase, as machines read them."""
+
+    type: EventType
+    reason: str
+    action: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    name: str
+    count: int
+    last: float
+    patched: float
+
+
+class Recorder:
+    def __init__(self, cluster: Cluster, *, instance: str, clock: Callable[[], float] = time.time) -> None:
+        self._cluster = cluster
+        self._instance = instance[:128]
+        self._clock = clock
+        self._series: OrderedDict[tuple[str, Happening], _Series] = OrderedDict()
+
+    async def record(self, service: Body, happening: Happening) -> None:
+        """Writes the event, or counts it in the series of the same one."""
+        namespace = service["metadata"]["namespace"]
+        key = (service["metadata"]["uid"], happening)
+        now = self._clock()
+        known = self._series.get(key)
+        try:
+            if known is None or now - known.last > SERIES_SECONDS:
+                name = f"{service['metadata']['name'][:200]}.{secrets.token_hex(8)}"
+                await self._cluster.create_event(namespace, self._event(service, happening, name, now))
+                self._remember(key, _Series(name, 1, now, now))
+                return
+            series = replace(known, count=known.count + 1, last=now)
+            if now - known.patched >= PATCH_SECONDS:
+                change = {"series": {"count": series.count, "lastObservedTime": _micro_time(now)}}
+                await self._cluster.patch_event(namespace, series.name, change)
+                series = replace(series, patched=now)
+            self._remember(key, series)
+        except ClusterError as error:
+            self._series.pop(key, None)
+            logger.warning("event %s about %s was not written: %s", happening.reason, key[0], error)
+
+    def _remember(self, key: tuple[str, Happening], series: _Series) -> None:
+        self._series[key] = series
+        self._series.move_to_end(key)
+        while len(self._series) > REMEMBERED:
+            self._series.popitem(last=False)
+
+    def _event(self, service: Body, happening: Happening, name: str, now: float) -> Body:
+        metadata = service["metadata"]
+        note = happening.note
+        return {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
+            "eventTime": _micro_time(now),
+            "reportingController": f"{GROUP}/{FIELD_MANAGER}",
+            "reportingInstance": self._instance,
+            "type": happening.type,
+            "reason": happening.reason,
+            "action": happening.action,
+            "note": note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE - 1]}…",
+            "regarding": {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": KIND,
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+                "resourceVersion": metadata.get("resourceVersion"),
+            },
+        }
+
+
+def _micro_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned")
+"""Conditions whose changes are told. Reconciling and the figures change too often to be news."""
+
+
+def transitions(previous: Body, status: Body) -> tuple[Happening, ...]:
+    """The news between two statuses: conditions of `_ANNOUNCED` that turned, or hold for another reason than before."""
+    before = {condition["type"]: condition for condition in previous.get("conditions") or ()}
+    after = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    told: list[Happening] = []
+    for kind in _ANNOUNCED:
+        condition, was = after.get(kind, {}), before.get(kind, {})
+        value, reason = condition.get("status"), condition.get("reason")
+        if not condition or (was.get("status"), was.get("reason")) == (value, reason):
+            continue
+        event_type: EventType = "Normal"
+        if kind == "Ready" and value != "True":
+            # What Stalled says already is not said twice; what was never ready has not lost anything.
+            if was.get("status") != "True" or after.get("Stalled", {}).get("status") == "True":
+                continue
+            event_type = "Warning"
+        elif kind == "Stalled":
+            if value != "True":
+                continue
+            event_type = "Warning"
+        elif kind == "MemoryTuned" and not was:
+            continue
+        note = condition.get("message") or str(reason)
+        told.append(Happening(type=event_type, reason=str(reason), action=kind, note=note))
+    return tuple(told)
