@@ -1,0 +1,145 @@
+"""Builds an engine core from its configuration: device → model → memory → runner → scheduler.
+
+Used by the engine process and by `LLM` alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import psutil
+
+from reprise_engine import __version__
+from reprise_engine.attention import create_attention_backend
+from reprise_engine.config import (
+    DEFAULT_BLOCK_SIZE,
+    NPU_BLOCK_SIZE,
+    CacheConfig,
+    EngineConfig,
+    ResolvedConfig,
+)
+from reprise_engine.device import limit_cpu_threads, resolve_device
+from reprise_engine.errors import ConfigError
+from reprise_engine.loop import EngineCore
+from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
+from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
+from reprise_engine.messages import LoadProgress
+from reprise_engine.models.loader import LoadedModel, Progress, load_model
+from reprise_engine.runner.kv_cache import allocate_kv_cache
+from reprise_engine.runner.model_runner import ModelRunner
+from reprise_engine.runner.profiling import NPUMemory, profile_npu
+from reprise_engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def build_core(
+    config: EngineConfig, *, progress: Progress = lambda _progress: None
+) -> tuple[EngineCore, ResolvedConfig]:
+    """Loads the model and allocates the KV pool. Raises ConfigError, ModelError or InsufficientMemory."""
+    device = resolve_device(config.device)
+    device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
+    block_size = _choose_block_size(config.cache, device_type)
+    npu_memory = NPUMemory.probe(device) if device_type == "npu" else None
+    if device_type == "cpu":
+        logger.info("%d threads", limit_cpu_threads())
+
+    model = load_model(config.model, device=device, progress=progress)
+    max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
+
+    progress(LoadProgress("Sizing the KV cache"))
+    facts = _gather_facts(model, config, npu_memory, block_size=block_size, max_model_len=max_model_len)
+    plan = _plan(model, config, facts, block_size=block_size, max_model_len=max_model_len)
+    logger.info("%s", plan.explanation)
+
+    progress(LoadProgress("Allocating the KV cache"))
+    kv = allocate_kv_cache(
+        num_layers=model.spec.num_layers,
+        num_blocks=plan.num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=model.kv_dtype,
+        device=device,
+    )
+    runner = ModelRunner(model, create_attention_backend(device), kv, seed=config.model.seed)
+    scheduler = Scheduler(
+        config.scheduler,
+        num_blocks=plan.num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_model_len=plan.max_model_len,
+    )
+    resolved = ResolvedConfig(
+        block_size=block_size,
+        num_gpu_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        device=device_type,
+        dtype=model.dtype,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        version=__version__,
+    )
+    return EngineCore(scheduler, runner), resolved
+
+
+def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
+    if device == "cpu":
+        return cache.block_size or DEFAULT_BLOCK_SIZE
+    block_size = cache.block_size or NPU_BLOCK_SIZE
+    if block_size % NPU_BLOCK_SIZE != 0:
+        raise ConfigError(
+            f"--block-size is {block_size}; on an NPU it must be a multiple of {NPU_BLOCK_SIZE}, up to 512."
+        )
+    return block_size
+
+
+def _gather_facts(
+    model: LoadedModel, config: EngineConfig, npu_memory: NPUMemory | None, *, block_size: int, max_model_len: int
+) -> MemoryFacts:
+    weights = model.weight_bytes
+    if npu_memory is not None:
+        peak = profile_npu(model, config.scheduler, npu_memory, block_size=block_size, max_model_len=max_model_len)
+        return MemoryFacts(
+            device="npu",
+            total=npu_memory.total,
+            limit=None,
+            free=npu_memory.free,
+            weights=weights,
+            process=peak.other,
+            activations=peak.activations,
+        )
+    machine = psutil.virtual_memory()
+    return MemoryFacts(
+        device="cpu",
+        total=machine.total,
+        limit=cgroup_memory_limit(),
+        free=machine.available,
+        weights=weights,
+        process=engine_process_bytes(weights=weights),
+        activations=estimate_cpu_activations(model.spec, config.scheduler, max_model_len=max_model_len),
+    )
+
+
+def _plan(
+    model: LoadedModel, config: EngineConfig, facts: MemoryFacts, *, block_size: int, max_model_len: int
+) -> KVPlan:
+    spec = model.spec
+    return plan_kv_blocks(
+        facts,
+        BlockShape(
+            block_size=block_size,
+            bytes_per_block=block_size * spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize),
+            tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
+        ),
+        config.cache,
+        max_model_len=max_model_len,
+        max_model_len_is_explicit=config.model.max_model_len is not None,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )

@@ -1,0 +1,188 @@
+"""How many KV blocks fit: pure arithmetic (`plan_kv_blocks`) over facts that probes gather.
+
+    budget = --gpu-memory-utilization × total             total: the NPU's memory; on a CPU the cgroup's limit
+    KV     = budget - weights - process - peak activations
+    blocks = KV // bytes of a block
+
+On a CPU without a cgroup limit the machine is shared with others, so KV is the least of that (with the machine's memory
+as total), of the memory that is free, and of what max_num_seqs sequences of max_model_len can ever use.
+Other processes' use is never subtracted from the budget: two engines that start together do not charge each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from reprise_engine.config import CacheConfig
+from reprise_engine.errors import InsufficientMemory
+
+_MIB = 1024**2
+_GIB = 1024**3
+# An NPU operator indexes a KV tensor by int32.
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What the probes saw, in bytes.
+
+    total        the device's memory (on a CPU: the machine's)
+    limit        the cgroup's memory limit; None without one, and on an NPU
+    free         free on the device: on a CPU after loading, on an NPU before it
+    weights      parameters, shared ones once
+    process      what this engine holds beside weights and KV: interpreter, libraries, the API process, non-torch memory
+    activations  peak of one forward pass at max_num_batched_tokens, sampling included
+    """
+
+    device: Literal["cpu", "npu"]
+    total: int
+    limit: int | None
+    free: int
+    weights: int
+    process: int
+    activations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """What a KV block costs. `tensor_elements_per_block` is of one layer's keys and values together."""
+
+    block_size: int
+    bytes_per_block: int
+    tensor_elements_per_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPlan:
+    """The size of the pool, and the arithmetic that led to it in lines for the log."""
+
+    num_blocks: int
+    max_model_len: int
+    explanation: str
+
+
+def plan_kv_blocks(
+    facts: MemoryFacts,
+    shape: BlockShape,
+    cache: CacheConfig,
+    *,
+    max_model_len: int,
+    max_model_len_is_explicit: bool,
+    max_num_seqs: int,
+) -> KVPlan:
+    """Chooses the number of blocks. Raises InsufficientMemory, with advice, when not one sequence of `max_model_len`
+    fits. Where --num-gpu-blocks-override is given and --max-model-len is not, the length follows the pool instead.
+    """
+    lines = [f"KV cache on {facts.device}:"]
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+        lines.append(_line("--num-gpu-blocks-override", f"{num_blocks:,} blocks"))
+        if not max_model_len_is_explicit:
+            max_model_len = min(max_model_len, num_blocks * shape.block_size)
+        kv_bytes = num_blocks * shape.bytes_per_block
+    else:
+        if cache.kv_cache_memory_bytes is not None:
+            kv_bytes = cache.kv_cache_memory_bytes
+            lines.append(_line("--kv-cache-memory-bytes", _size(kv_bytes)))
+        else:
+            kv_bytes = _available(facts, cache.gpu_memory_utilization, lines)
+            if facts.device == "cpu" and facts.limit is None:
+                kv_bytes = _share_of_machine(facts, shape, kv_bytes, max_model_len, max_num_seqs, lines)
+        num_blocks = max(0, kv_bytes) // shape.bytes_per_block
+        lines.append(_line(f"÷ bytes of a block ({shape.block_size} tokens)", _size(shape.bytes_per_block)))
+    if facts.device == "npu":
+        cap = _INT32_MAX // shape.tensor_elements_per_block
+        if num_blocks > cap:
+            num_blocks = cap
+            lines.append(_line("capped: a KV tensor is indexed by int32", f"{cap:,} blocks"))
+
+    tokens = num_blocks * shape.block_size
+    lines.append(
+        _line(
+            "= blocks",
+            f"{num_blocks:,} = {tokens:,} tokens, {tokens / max_model_len:.1f} × max_model_len {max_model_len:,}",
+        )
+    )
+    explanation = "\n".join(lines)
+    if tokens < max_model_len:
+        raise InsufficientMemory(_advice(facts, shape, cache, tokens, kv_bytes, max_model_len, explanation))
+    return KVPlan(num_blocks=num_blocks, max_model_len=max_model_len, explanation=explanation)
+
+
+def _available(facts: MemoryFacts, utilization: float, lines: list[str]) -> int:
+    if facts.limit is not None:
+        total, name = facts.limit, "memory limit of the cgroup"
+    else:
+        total, name = facts.total, "memory of the NPU" if facts.device == "npu" else "memory of the machine"
+    budget = int(total * utilization)
+    available = budget - facts.weights - facts.process - facts.activations
+    lines += [
+        _line(name, _size(total)),
+        _line(f"× --gpu-memory-utilization {utilization:.2f} = budget", _size(budget)),
+        _line("- weights", _size(facts.weights)),
+        _line("- process and libraries", _size(facts.process)),
+        _line("- peak activations", _size(facts.activations)),
+        _line("= available for KV", _size(available)),
+    ]
+    if facts.device == "npu" and facts.free < budget:
+        raise InsufficientMemory(
+            f"--gpu-memory-utilization is {utilization:.2f}, which asks for {_size(budget)} of the NPU's "
+            f"{_size(total)}, but only {_size(facts.free)} are free. Lower it to {_floor2(facts.free / total):.2f}, "
+            f"or end the process that uses the device."
+        )
+    return available
+
+
+def _share_of_machine(
+    facts: MemoryFacts, shape: BlockShape, available: int, max_model_len: int, max_num_seqs: int, lines: list[str]
+) -> int:
+    free = facts.free - facts.activations
+    useful = max_num_seqs * -(-max_model_len // shape.block_size) * shape.bytes_per_block
+    lines += [
+        _line("no cgroup limit; free now - peak activations", _size(free)),
+        _line(f"{max_num_seqs} sequences (--max-num-seqs) of {max_model_len:,}", _size(useful)),
+        _line("least of the three", _size(min(available, free, useful))),
+    ]
+    return min(available, free, useful)
+
+
+def _advice(
+    facts: MemoryFacts,
+    shape: BlockShape,
+    cache: CacheConfig,
+    tokens: int,
+    kv_bytes: int,
+    max_model_len: int,
+    explanation: str,
+) -> str:
+    needed = -(-max_model_len // shape.block_size) * shape.bytes_per_block
+    if cache.num_gpu_blocks_override is not None:
+        raise_it = f"raise --num-gpu-blocks-override to {-(-max_model_len // shape.block_size)}"
+    elif cache.kv_cache_memory_bytes is not None:
+        raise_it = f"raise --kv-cache-memory-bytes to {needed}"
+    else:
+        total = facts.total if facts.limit is None else facts.limit
+        wanted = cache.gpu_memory_utilization + (needed - kv_bytes) / total
+        raise_it = f"give the engine {_size(needed - kv_bytes)} more memory"
+        if wanted <= 1.0 and (facts.limit is not None or facts.device == "npu"):
+            raise_it = f"raise --gpu-memory-utilization to {wanted + 0.005:.2f}, or {raise_it}"
+    lower_it = f"lower --max-model-len to {tokens} (at most), or " if tokens > 0 else ""
+    return (
+        f"Not one sequence of max_model_len {max_model_len} fits the KV cache: it needs {_size(needed)}, and there "
+        f"is room for {tokens} tokens. Do one of these: {lower_it}{raise_it}.\n{explanation}"
+    )
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<48}{value}"
+
+
+def _size(num_bytes: int) -> str:
+    if abs(num_bytes) < _GIB:
+        return f"{num_bytes / _MIB:.2f} MiB"
+    return f"{num_bytes / _GIB:.2f} GiB"
+
+
+def _floor2(value: float) -> float:
+    return int(value * 100) / 100

@@ -1,0 +1,101 @@
+"""Peak memory of a forward pass on an NPU, measured by running one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprise_engine.attention import create_attention_backend
+from reprise_engine.config import SchedulerConfig
+from reprise_engine.models.loader import LoadedModel
+from reprise_engine.request import RequestId, SamplingParams
+from reprise_engine.runner.kv_cache import allocate_kv_cache
+from reprise_engine.runner.model_runner import ModelRunner
+from reprise_engine.step import BlockId, ScheduledRequest, Step
+
+# The runtime's context and communication buffers are well below this.
+_MOST_OUTSIDE_TORCH = 2 * 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NPUMemory:
+    """Bytes on the device before anything of ours was put there."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def probe(cls, device: torch.device) -> NPUMemory:
+        free, total = _torch_npu().mem_get_info(device)
+        return cls(total=total, free=free)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NPUPeak:
+    """Bytes: `activations` is torch's peak above what stays allocated, `other` what is taken outside torch."""
+
+    activations: int
+    other: int
+
+
+def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: int) -> tuple[Step, int]:
+    """The largest step the scheduler may build, and the number of blocks it needs.
+
+    max_num_batched_tokens new tokens, spread over as many requests as may run, each of which samples. With few tokens
+    the profile would under-count.
+    """
+    tokens = scheduler.max_num_batched_tokens
+    num_requests = max(min(scheduler.max_num_seqs, tokens), -(-tokens // max_model_len))
+    requests: list[ScheduledRequest] = []
+    next_block = 0
+    for index in range(num_requests):
+        length = tokens // num_requests + (1 if index < tokens % num_requests else 0)
+        num_blocks = -(-length // block_size)
+        requests.append(
+            ScheduledRequest(
+                request_id=RequestId(f"profile-{index}"),
+                token_ids=(0,) * length,
+                start=0,
+                block_table=tuple(BlockId(block) for block in range(next_block, next_block + num_blocks)),
+                samples=True,
+                sampling=SamplingParams(temperature=1.0, top_p=0.9),
+            )
+        )
+        next_block += num_blocks
+    return Step(step_id=0, requests=tuple(requests)), next_block
+
+
+def profile_npu(
+    model: LoadedModel, scheduler: SchedulerConfig, before: NPUMemory, *, block_size: int, max_model_len: int
+) -> NPUPeak:
+    """Runs the largest step on a pool that holds just it, and reads torch's counters."""
+    npu = _torch_npu()
+    step, num_blocks = profile_step(scheduler, block_size=block_size, max_model_len=max_model_len)
+    kv = allocate_kv_cache(
+        num_layers=model.spec.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=model.kv_dtype,
+        device=model.device,
+    )
+    npu.synchronize()
+    resting = npu.memory_allocated(model.device)
+    npu.reset_peak_memory_stats(model.device)
+    ModelRunner(model, create_attention_backend(model.device), kv, seed=0).run(step)
+    npu.synchronize()
+    activations = npu.max_memory_allocated(model.device) - resting
+    # What another engine took in the meantime cannot be told from our own runtime's share, so the share is bounded.
+    free, _ = npu.mem_get_info(model.device)
+    other = min(max(0, before.free - free - npu.memory_reserved(model.device)), _MOST_OUTSIDE_TORCH)
+    del kv
+    npu.empty_cache()
+    return NPUPeak(activations=activations, other=other)
+
+
+def _torch_npu() -> Any:
+    """`torch.npu`, which exists once torch_npu has been imported (device.resolve_device)."""
+    return torch.npu  # type: ignore[attr-defined]
