@@ -1,0 +1,219 @@
+"""A runner without a model whose output depends on every slot of the KV pool it reads.
+
+The "KV" of position p is a number made of the KV of position p - 1, *read through the block table*, and the token at p:
+like real KV it depends on the whole prefix. The next token is made of the KV of all positions. So a wrong block, a
+stale one, a missing copy or a slot written twice changes the output, and `expected_output` says what it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from reprise_engine.config import SchedulerConfig
+from reprise_engine.loop import EngineCore
+from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams, TokenId
+from reprise_engine.scheduler import Scheduler
+from reprise_engine.step import BlockId, Step, StepResult
+
+MODULUS = 1_000_003
+VOCABULARY = 50
+
+
+def kv_value(previous: int, token: TokenId, position: int) -> int:
+    return (previous * 31 + token * 7 + position + 1) % MODULUS
+
+
+def kv_values(tokens: Sequence[TokenId]) -> list[int]:
+    values: list[int] = []
+    for position, token in enumerate(tokens):
+        values.append(kv_value(values[-1] if values else 0, token, position))
+    return values
+
+
+def next_token(values: Sequence[int], forbidden: Sequence[TokenId] = ()) -> TokenId:
+    token = sum(value * (position + 1) for position, value in enumerate(values)) % VOCABULARY
+    while token in forbidden:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def expected_output(
+    request: EngineRequest,
+) -> tuple[list[TokenId], FinishReason]:
+    """What a request must generate, by the definition alone: no blocks, no batches."""
+    tokens = list(request.prompt_token_ids)
+    sampling = request.sampling
+    assert sampling.max_tokens is not None
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
+    output: list[TokenId] = []
+    while True:
+        token = next_token(kv_values(tokens), sorted(stops) if len(output) < sampling.min_tokens else ())
+        output.append(token)
+        tokens.append(token)
+        if token in stops:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens:
+            return output, FinishReason.LENGTH
+
+
+class PagedFakeRunner:
+    """Keeps one number a slot; None where nothing was ever written."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.steps: list[Step] = []
+
+    def read(self, table: Sequence[BlockId], length: int) -> list[int]:
+        values = []
+        for position in range(length):
+            value = self.pool[table[position // self.block_size]][position % self.block_size]
+            assert value is not None, f"position {position} was never computed"
+            values.append(value)
+        return values
+
+    def run(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        for copy in step.copies:
+            self.pool[copy.target] = list(self.pool[copy.source])
+        written: set[tuple[BlockId, int]] = set()
+        for part in step.requests:
+            assert part.token_ids, "a request is in the step without a token"
+            previous = self.read(part.block_table, part.start)[-1] if part.start else 0
+            for position, token in enumerate(part.token_ids, part.start):
+                slot = (part.block_table[position // self.block_size], position % self.block_size)
+                assert slot not in written, f"{slot} is written by two requests of one step"
+                written.add(slot)
+                previous = kv_value(previous, token, position)
+                self.pool[slot[0]][slot[1]] = previous
+        sampled = {
+            part.request_id: next_token(
+                self.read(part.block_table, part.start + len(part.token_ids)), part.forbidden_token_ids
+            )
+            for part in step.requests
+            if part.samples
+        }
+        return StepResult(step_id=step.step_id, sampled=sampled)
+
+
+class World:
+    """A scheduler with a fake runner behind it, checked after every step."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        enable_chunked_prefill: bool = True,
+        max_model_len: int = 64,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.scheduler = Scheduler(
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            max_model_len=max_model_len,
+        )
+        self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size)
+        self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now)
+        self.now = 100.0
+        self.outputs: dict[RequestId, list[RequestOutput]] = {}
+        self.requests: dict[RequestId, EngineRequest] = {}
+        self._ids = count()
+
+    def add(
+        self,
+        prompt: Sequence[TokenId],
+        *,
+        max_tokens: int = 1,
+        salt: str | None = None,
+        priority: int = 0,
+        eos: Sequence[TokenId] = (),
+        sampling: SamplingParams | None = None,
+    ) -> RequestId:
+        request = EngineRequest(
+            request_id=RequestId(f"r{next(self._ids)}"),
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling or SamplingParams(max_tokens=max_tokens),
+            cache_salt=salt,
+            priority=priority,
+            eos_token_ids=tuple(eos),
+            arrival_time=self.now,
+        )
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+        return request.request_id
+
+    def schedule(self) -> Step | None:
+        step = self.scheduler.schedule(self.now)
+        self.scheduler.check_invariants()
+        if step is not None:
+            self._check_step(step)
+        return step
+
+    def commit(self, step: Step) -> tuple[RequestOutput, ...]:
+        self.now += 1.0
+        outputs = self.scheduler.commit(step, self.runner.run(step), self.now)
+        self.scheduler.check_invariants()
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+        return outputs
+
+    def step(self) -> Step:
+        step = self.schedule()
+        assert step is not None, "there was nothing to do"
+        self.commit(step)
+        return step
+
+    def drain(self, limit: int = 5_000) -> int:
+        """Runs until there is no work; returns the steps taken. An engine that never ends fails here."""
+        for taken in range(limit):
+            if not self.scheduler.has_work():
+                return taken
+            self.step()
+        raise AssertionError(f"still at work after {limit} steps")
+
+    def run(self, prompt: Sequence[TokenId], *, max_tokens: int = 1, salt: str | None = None) -> RequestId:
+        request_id = self.add(prompt, max_tokens=max_tokens, salt=salt)
+        self.drain()
+        return request_id
+
+    def tokens(self, request_id: RequestId) -> list[TokenId]:
+        return [token for output in self.outputs[request_id] for token in output.new_token_ids]
+
+    def cached(self, request_id: RequestId) -> int:
+        return self.outputs[request_id][0].cached_tokens
+
+    def check_finished(self, request_id: RequestId) -> None:
+        """The whole output of a finished request, and its accounting, are what they must be."""
+        expected, reason = expected_output(self.requests[request_id])
+        outputs = self.outputs[request_id]
+        assert self.tokens(request_id) == expected
+        assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [reason]
+        prompt_length = len(self.requests[request_id].prompt_token_ids)
+        assert {output.prompt_tokens for output in outputs} == {prompt_length}
+        assert len({output.cached_tokens for output in outputs}) == 1
+        assert 0 <= outputs[0].cached_tokens <= prompt_length - 1
+
+    def _check_step(self, step: Step) -> None:
+        assert step.num_tokens <= self.max_num_batched_tokens
+        size = self.scheduler.kv.block_size
+        for part in step.requests:
+            end = part.start + len(part.token_ids)
+            assert len(part.block_table) * size >= end
+            for position in range(part.start, end):
+                block = part.block_table[position // size]
+                assert self.scheduler.kv.index.node(block) is None, f"block {block} is shared, and would be rewritten"
+        for copy in step.copies:
+            assert self.scheduler.kv.pool.references(copy.source) >= 1
