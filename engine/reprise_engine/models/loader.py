@@ -16,7 +16,7 @@ from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_atten
 from reprise_engine.config import DType, ModelConfig
 from reprise_engine.errors import ConfigError, UnsupportedModel
 from reprise_engine.messages import LoadProgress
-from reprise_engine.models.files import ModelFiles, resolve_model
+from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
 
@@ -73,7 +73,7 @@ def load_model(
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
     progress(LoadProgress("Reading the model's configuration"))
-    files = resolve_model(config.model, revision=config.revision)
+    files = find_weights(config.model, revision=config.revision)
     spec = read_spec(files)
     # Before minutes are spent on weights: a limit that cannot be met is told at once.
     spec.choose_max_model_len(config.max_model_len)
