@@ -205,7 +205,7 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step_id} is not committed yet")
-        all_fit = self._make_room()
+        self._make_room()
         builder = _StepBuilder(self._budget)
         decoding = [state for state in self._running if state.pending == 1]
         if self._chunked:
@@ -213,12 +213,12 @@ class Scheduler:
             for state in decoding:
                 builder.take(state, now)
             for state in prefilling:
+                self._admit(builder, now, before=state.rank)
                 builder.take(state, now)
-        # After a preemption nobody is admitted: it would be to blocks that the running ones need next.
-        if all_fit and self._waiting:
             self._admit(builder, now)
-        if not self._chunked:
+        else:
             # Whole prompts first: behind the decoding ones, a prompt as long as the budget would never fit.
+            self._admit(builder, now)
             for state in decoding:
                 builder.take(state, now)
         if not builder.parts:
@@ -248,9 +248,8 @@ class Scheduler:
                 outputs.append(self._append(state, token, result.logprobs.get(part.request_id), now))
         return tuple(outputs)
 
-    def _make_room(self) -> bool:
-        """Gives every running request blocks for its known tokens, preempting from the end; False if it had to."""
-        all_fit = True
+    def _make_room(self) -> None:
+        """Gives every running request blocks for its known tokens, preempting from the end where there are none."""
         running = self._running
         block_size = self.kv.block_size
         position = 0
@@ -260,15 +259,18 @@ class Scheduler:
             if len(state.tokens) <= len(state.blocks.blocks) * block_size:
                 continue
             while not self.kv.extend(state.blocks, len(state.tokens)):
-                all_fit = False
                 last = running[-1]
                 self._preempt(last)
                 if last is state:
                     break
-        return all_fit
 
-    def _admit(self, builder: _StepBuilder, now: float) -> None:
-        """Moves waiting requests to the running ones, in rank order, while tokens, seats and blocks suffice."""
+    def _admit(self, builder: _StepBuilder, now: float, *, before: Rank | None = None) -> None:
+        """Moves waiting requests to the running ones, in rank order, while tokens, seats and blocks suffice.
+
+        `before` leaves out those that do not come before this rank.
+        """
+        if not self._waiting or (before is not None and self._waiting[0].rank >= before):
+            return
         being_computed: dict[NextBlock, Rank] = {}
         for state in self._running:
             if (block := self.kv.next_block(state.blocks)) is not None:
@@ -279,6 +281,8 @@ class Scheduler:
             skipped < min(len(waiting), self._max_running) and len(self._running) < self._max_running and builder.left
         ):
             state = waiting[skipped]
+            if before is not None and state.rank >= before:
+                return
             match = self.kv.lookup(state.blocks, state.tokens)
             block = self.kv.next_block(state.blocks, match)
             if block is not None and being_computed.setdefault(block, state.rank) < state.rank:

@@ -75,6 +75,26 @@ def test_priority_comes_before_arrival() -> None:
     assert [world.step().requests[0].request_id for _ in range(3)] == [urgent, early, late]
 
 
+def test_a_long_prompt_does_not_hold_up_one_of_higher_priority() -> None:
+    world = World(max_num_batched_tokens=8)
+    long = world.add(range(30), priority=1)
+    world.step()
+    urgent = world.add([40, 41, 42], priority=0)
+    later = world.add([50], priority=2)
+    assert shape(world.step()) == [(urgent, 0, 3), (long, 8, 5)]
+    world.drain()
+    for request_id in (long, urgent, later):
+        world.check_finished(request_id)
+
+
+def test_without_chunks_too_every_running_request_gets_its_token_each_step() -> None:
+    world = World(enable_chunked_prefill=False, max_num_batched_tokens=4, max_model_len=4, max_num_seqs=8)
+    for i in range(8):
+        world.add([i], max_tokens=3)
+    assert [len(world.step().requests) for _ in range(3)] == [4, 4, 4]
+    assert world.scheduler.stats().num_waiting == 4
+
+
 def test_a_request_that_waits_for_blocks_is_not_overtaken() -> None:
     world = World(num_blocks=8, block_size=4)
     running = world.add(range(20), max_tokens=4)  # five blocks, then six
@@ -104,7 +124,7 @@ def test_nobody_waits_for_a_request_behind_it() -> None:
     behind = world.add([*prefix, 1], priority=1)
     world.step()
     urgent = world.add([*prefix, 2], priority=0)
-    assert shape(world.step()) == [(behind, 8, 5), (urgent, 8, 3)]
+    assert shape(world.step()) == [(urgent, 8, 5), (behind, 8, 3)]
     world.drain()
     world.check_finished(behind)
     world.check_finished(urgent)
@@ -227,6 +247,13 @@ def test_with_the_cache_off_nothing_is_kept_or_counted() -> None:
     assert world.cached(second) == 0
     stats = world.scheduler.stats()
     assert (stats.num_cached_blocks, stats.prefix_cache_queries, stats.prefix_cache_hits) == (0, 0, 0)
+
+
+def test_a_salt_that_is_no_valid_text_is_a_salt_like_any_other() -> None:
+    world = World()
+    world.run(range(8), salt="\ud800")
+    assert world.cached(world.run([*range(8), 1], salt="\ud800")) == 8
+    assert world.cached(world.run([*range(8), 1], salt="\ud801")) == 0
 
 
 def test_blocks_of_one_token_need_no_copy() -> None:
