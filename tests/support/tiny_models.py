@@ -5,9 +5,12 @@ python -m tests.support.tiny_models FOLDER [FAMILY …]
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ VOCAB_SIZE = 400
 BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 MAX_POSITIONS = 2048
+
+_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "models" / "tiny"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -124,6 +129,19 @@ def make_tiny_model(family: str, folder: Path, *, dtype: torch.dtype = torch.flo
     generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, PAD_ID], "pad_token_id": PAD_ID}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     write_tokenizer(folder)
+    return folder
+
+
+def tiny_model_path(family: str, *, dtype: torch.dtype = torch.float32) -> Path:
+    """The folder of a tiny model, made on first use and kept in .cache; safe in several processes at once."""
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = _CACHE / f"{family}-{str(dtype).removeprefix('torch.')}-{recipe}"
+    if not folder.is_dir():
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_CACHE) as temporary:
+            made = make_tiny_model(family, Path(temporary) / "model", dtype=dtype)
+            with suppress(OSError):  # another process was first: its folder is the same
+                made.rename(folder)
     return folder
 
 
