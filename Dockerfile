@@ -78,12 +78,8 @@ LABEL org.opencontainers.image.title="reprise-operator" \
 
 # ---------------------------------------------------------------- final: engine
 FROM ${BASE} AS engine
-ARG EXTRAS=""
-# The group that owns /dev/davinci* on the nodes (HwHiAiUser): a process that is not root opens an NPU through it.
-ARG NPU_GROUP_ID=1000
 RUN echo 'reprise:x:65532:65532:reprise:/home/reprise:/usr/sbin/nologin' >> /etc/passwd \
  && echo 'reprise:x:65532:' >> /etc/group \
- && if [ "$EXTRAS" = npu ]; then echo "reprise-npu:x:${NPU_GROUP_ID}:reprise" >> /etc/group; fi \
  && install -d -m 0755 -o 65532 -g 65532 /home/reprise
 COPY --from=engine-env /opt/reprise /opt/reprise
 COPY LICENSE /licenses/LICENSE

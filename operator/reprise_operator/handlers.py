@@ -114,7 +114,7 @@ def kopf_settings(*, namespaced: bool) -> kopf.OperatorSettings:
         settings.watching.label_selectors[resource.group, resource.plural] = MANAGED_BY_SELECTOR
     # A watch that a firewall dropped in silence is noticed after this; the server ends each after 5 to 10 minutes.
     settings.watching.connect_timeout = 10.0
-    settings.watching.server_timeout = 300.0
+    settings.watching.server_timeout = 300  # sent as it is, and the API server takes whole seconds only
     return settings
 
 
