@@ -1,6 +1,6 @@
 """What a client asks for, and what it gets back: the messages that cross between API process and engine process.
 
-Frozen, picklable, free of torch. The scheduler's own mutable state of a request is in `scheduler.py`.
+Frozen, picklable, free of torch. The scheduler's own mutable state of a request is in `request_state.py`.
 """
 
 from __future__ import annotations
