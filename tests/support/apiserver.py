@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -39,8 +40,8 @@ class ApiServer:
 
 
 @contextlib.contextmanager
-def start_api_server(kind: ApiServerKind = "auto") -> Iterator[ApiServer]:
-    """An empty API server of its own, stopped and removed at the end.
+def start_api_server(kind: ApiServerKind = "auto", *, controllers: bool = True) -> Iterator[ApiServer]:
+    """An empty API server of its own, stopped and removed at the end; `controllers` False: nothing acts on its objects.
 
     `auto` is `$REPRISE_TEST_API_SERVER` (real or emulated) when set, else real when found, else emulated.
     Raises NoRealApiServer, ControlPlaneFailed.
@@ -60,11 +61,13 @@ def start_api_server(kind: ApiServerKind = "auto") -> Iterator[ApiServer]:
             kubeconfig = write_kubeconfig(folder / "kubeconfig", url, token="emulated")
             server = ApiServer(url, kubeconfig, "emulated", has_controller_manager=False)
         else:
+            if not controllers:
+                assets = dataclasses.replace(assets, controller_manager=None)
             plane = stack.enter_context(running_control_plane(assets, folder))
             server = ApiServer(
                 plane.url, plane.kubeconfig_path, f"kube-apiserver {plane.version}", plane.has_controller_manager
             )
-        if not server.has_controller_manager:
+        if controllers and not server.has_controller_manager:
             arguments = ["--kubeconfig", str(server.kubeconfig_path)]
             stack.enter_context(_child("tests.support.emulated_controllers", arguments, folder / "controllers.log"))
         yield server

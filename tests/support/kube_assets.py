@@ -47,7 +47,7 @@ class KubeAssets:
 
 
 def find_kube_assets() -> KubeAssets | None:
-    """The first folder of the convention that holds a kube-apiserver; etcd may also be on PATH. None if there is none."""
+    """The first folder of the convention that holds a kube-apiserver, with its etcd or that on PATH, if there is one."""
     configured = os.environ.get("KUBEBUILDER_ASSETS")
     for folder in [*([Path(configured)] if configured else []), Path("/usr/local/kubebuilder/bin"), CACHE]:
         apiserver, manager = folder / "kube-apiserver", folder / "kube-controller-manager"
@@ -76,7 +76,7 @@ def this_platform() -> str:
 
 
 def unpack(archive: bytes, *, expected_sha512: str, into: Path) -> None:
-    """Checks the archive and writes its programs. Raises AssetsUnavailable where the checksum or the content is wrong."""
+    """Checks the archive, then writes its programs. Raises AssetsUnavailable where checksum or content is wrong."""
     actual = base64.b64encode(hashlib.sha512(archive).digest()).decode()
     if actual != expected_sha512:
         raise AssetsUnavailable(f"kube-assets: sha512 is {actual}, expected {expected_sha512}: nothing was installed")

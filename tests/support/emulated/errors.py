@@ -1,0 +1,82 @@
+"""Refusals in the shape of a Kubernetes Status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One thing that is wrong with a field. `reason` as in the API: FieldValueInvalid, FieldValueRequired …"""
+
+    reason: str
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class ApiError(Exception):
+    """An answer that is not a success; `details` as in Status."""
+
+    def __init__(self, code: int, reason: str | None, message: str, details: Json | None = None) -> None:
+        super().__init__(message)
+        self.code, self.reason, self.message, self.details = code, reason, message, details
+
+    def status(self) -> Json:
+        status: Json = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+        }
+        if self.reason is not None:
+            status["reason"] = self.reason
+        if self.details is not None:
+            status["details"] = self.details
+        return {**status, "code": self.code}
+
+
+def _details(name: str, group: str, kind: str) -> Json:
+    return {key: value for key, value in (("name", name), ("group", group), ("kind", kind)) if value}
+
+
+def qualified(name: str, group: str) -> str:
+    """`deployments.apps`, or only `pods` for the core group."""
+    return f"{name}.{group}" if group else name
+
+
+def not_found(name: str, *, group: str, plural: str) -> ApiError:
+    return ApiError(404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural))
+
+
+def already_exists(name: str, *, group: str, plural: str) -> ApiError:
+    message = f'{qualified(plural, group)} "{name}" already exists'
+    return ApiError(409, "AlreadyExists", message, _details(name, group, plural))
+
+
+def conflict(name: str, why: str, *, group: str, plural: str) -> ApiError:
+    message = f'Operation cannot be fulfilled on {qualified(plural, group)} "{name}": {why}'
+    return ApiError(409, "Conflict", message, _details(name, group, plural))
+
+
+def modified(name: str, *, group: str, plural: str) -> ApiError:
+    why = "the object has been modified; please apply your changes to the latest version and try again"
+    return conflict(name, why, group=group, plural=plural)
+
+
+def invalid(name: str, causes: list[Cause], *, group: str, kind: str) -> ApiError:
+    said = list(dict.fromkeys(map(str, causes)))
+    text = said[0] if len(said) == 1 else f"[{', '.join(said)}]"
+    listed = [{"reason": each.reason, "message": each.message, "field": each.field} for each in causes]
+    details = {**_details(name, group, kind), "causes": listed}
+    return ApiError(422, "Invalid", f'{qualified(kind, group)} "{name}" is invalid: {text}', details)
+
+
+def bad_request(message: str) -> ApiError:
+    return ApiError(400, "BadRequest", message)
