@@ -11,6 +11,7 @@ Other processes' use is never subtracted from the budget: two engines that start
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -165,8 +166,9 @@ def _advice(
         total = facts.total if facts.limit is None else facts.limit
         wanted = cache.gpu_memory_utilization + (needed - kv_bytes) / total
         raise_it = f"give the engine {_size(needed - kv_bytes)} more memory"
+        wanted = math.ceil(wanted * 100 - 1e-6) / 100
         if wanted <= 1.0 and (facts.limit is not None or facts.device == "npu"):
-            raise_it = f"raise --gpu-memory-utilization to {wanted + 0.005:.2f}, or {raise_it}"
+            raise_it = f"raise --gpu-memory-utilization to {wanted:.2f}, or {raise_it}"
     lower_it = f"lower --max-model-len to {tokens} (at most), or " if tokens > 0 else ""
     return (
         f"Not one sequence of max_model_len {max_model_len} fits the KV cache: it needs {_size(needed)}, and there "
