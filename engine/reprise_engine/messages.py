@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reprise_engine.config import ResolvedConfig
+from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
+DEFAULT_BUILDER = "reprise_engine.core:build_core"
+
 # --- API process → engine process
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message: what to load, and the function (`module:name`) that does. `log_level` is logging's."""
+
+    config: EngineConfig
+    builder: str = DEFAULT_BUILDER
+    log_level: int = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +43,7 @@ class Shutdown:
     pass
 
 
-ToEngine = Submit | Abort | ResetPrefixCache | Shutdown
+ToEngine = Start | Submit | Abort | ResetPrefixCache | Shutdown
 
 # --- engine process → API process
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -314,9 +315,12 @@ TEMPLATES = [
 @pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "system", "reasoning"])
 def test_rendering_equals_transformers(template: str, conversation: list[dict[str, object]]) -> None:
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
-    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), bos_token="<s>", eos_token="</s>")
+    untyped: Any = transformers
+    reference = untyped.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), bos_token="<s>", eos_token="</s>"
+    )
     reference.chat_template = template
     expected = reference.apply_chat_template(
         conversation, tokenize=False, add_generation_prompt=True, enable_thinking=False

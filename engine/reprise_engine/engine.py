@@ -1,0 +1,266 @@
+"""The API process's client of the engine process: starts it, sends requests, hands each request its outputs.
+
+Two threads do the blocking I/O, so a busy engine never blocks the event loop: a full socket blocks the writer, a step
+that takes seconds blocks the reader. Everything else happens on the event loop; no state is shared but two queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable
+from multiprocessing.connection import Connection
+
+from reprise_engine.config import EngineConfig, ResolvedConfig
+from reprise_engine.errors import EngineDead
+from reprise_engine.messages import (
+    DEFAULT_BUILDER,
+    Abort,
+    Died,
+    FromEngine,
+    LoadProgress,
+    Outputs,
+    PrefixCacheReset,
+    Ready,
+    ResetPrefixCache,
+    SchedulerStats,
+    Shutdown,
+    Start,
+    StartupFailed,
+    Submit,
+    ToEngine,
+)
+from reprise_engine.request import EngineRequest, RequestId, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+Inbox = asyncio.Queue[RequestOutput | EngineDead]
+
+
+class EngineClient:
+    """One engine process. Create with `EngineClient(…)` inside a running event loop, then `await start()`.
+
+    `on_progress` and `on_stats` are called on the event loop.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        builder: str = DEFAULT_BUILDER,
+        log_level: int = logging.INFO,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        on_stats: Callable[[SchedulerStats], None] | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._start = Start(config, builder, log_level)
+        self._on_progress = on_progress
+        self._on_stats = on_stats
+        self._inboxes: dict[RequestId, Inbox] = {}
+        self._resets: dict[int, asyncio.Future[PrefixCacheReset]] = {}
+        self._reset_token = 0
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._ready: asyncio.Future[ResolvedConfig] = self._loop.create_future()
+        self._ended: asyncio.Future[EngineDead] = self._loop.create_future()
+        self._last_words: Died | None = None
+        self._closing = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self.resolved: ResolvedConfig | None = None
+        self.stats = SchedulerStats()
+
+    @property
+    def alive(self) -> bool:
+        """Ready to serve: loaded, and the process is there."""
+        return self.resolved is not None and not self._ended.done() and not self._closing
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait for outputs."""
+        return len(self._inboxes)
+
+    # --- life
+
+    async def start(self) -> ResolvedConfig:
+        """Start the process and wait until the model is loaded.
+
+        Raises what the engine raised (ConfigError, ModelError, InsufficientMemory …), or EngineDead.
+        """
+        await asyncio.to_thread(self._spawn)
+        self._outbox.put(self._start)
+        threading.Thread(target=self._write, name="engine-writer", daemon=True).start()
+        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
+        self.resolved = await self._ready
+        return self.resolved
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        lifeline_read, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "reprise_engine.process", str(theirs.fileno()), str(lifeline_read)],
+                pass_fds=(theirs.fileno(), lifeline_read),
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+        self._connection = Connection(ours.detach())
+
+    async def wait_ended(self) -> EngineDead:
+        """Returns the cause once the process has ended without being asked to."""
+        return await asyncio.shield(self._ended)
+
+    async def close(self, *, patience: float = 10.0) -> None:
+        """End the process: by message, after `patience` seconds by force. Outstanding requests get EngineDead."""
+        self._closing = True
+        process = self._process
+        if process is None:
+            return
+        self._outbox.put(Shutdown())
+        if not self._ready.done():
+            process.kill()  # it listens to nothing while it loads
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ended), patience)
+        except TimeoutError:
+            process.kill()
+            await asyncio.shield(self._ended)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    # --- requests
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one request, as steps bring them, to the finished one.
+
+        Leaving early (break, cancellation, aclose) aborts the request in the engine. Raises the RequestError by which
+        the engine refused it, or EngineDead.
+        """
+        self._check_alive()
+        inbox: Inbox = asyncio.Queue()
+        self._inboxes[request.request_id] = inbox
+        self._outbox.put(Submit((request,)))
+        finished = False
+        try:
+            while not finished:
+                item = await inbox.get()
+                if isinstance(item, EngineDead):
+                    finished = True
+                    raise item
+                finished = item.finished
+                if item.error is not None:
+                    raise item.error
+                yield item
+        finally:
+            self._inboxes.pop(request.request_id, None)
+            if not finished:
+                self._outbox.put(Abort((request.request_id,)))
+
+    async def reset_prefix_cache(self) -> PrefixCacheReset:
+        """Forget all cached blocks. Raises EngineDead."""
+        self._check_alive()
+        self._reset_token += 1
+        future: asyncio.Future[PrefixCacheReset] = self._loop.create_future()
+        self._resets[self._reset_token] = future
+        self._outbox.put(ResetPrefixCache(self._reset_token))
+        return await future
+
+    def _check_alive(self) -> None:
+        if self._ended.done():
+            raise self._ended.result()
+        if not self.alive:
+            raise EngineDead("The engine is not ready: the model is still loading, or the server is shutting down.")
+
+    # --- the two threads
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return  # the reader sees the end as well, and tells
+
+    def _read(self) -> None:
+        assert self._process is not None
+        try:
+            while True:
+                message: FromEngine = self._connection.recv()
+                self._call(self._take, message)
+        except (EOFError, OSError):
+            pass  # the process has ended
+        except Exception:
+            logger.exception("a message of the engine process cannot be read; it is killed")
+            self._process.kill()
+        code = self._process.wait()
+        self._outbox.put(None)
+        self._call(self._take_end, code)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # --- on the event loop
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs=outputs, stats=stats):
+                self.stats = stats
+                if self._on_stats is not None:
+                    self._on_stats(stats)
+                for output in outputs:
+                    inbox = self._inboxes.get(output.request_id)
+                    if inbox is not None:  # None: aborted while the output was under way
+                        inbox.put_nowait(output)
+            case PrefixCacheReset(token=token):
+                future = self._resets.pop(token, None)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case LoadProgress():
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            case Ready(config=config):
+                if not self._ready.done():
+                    self._ready.set_result(config)
+            case StartupFailed(error=error):
+                if not self._ready.done():
+                    self._ready.set_exception(error)
+            case Died():
+                self._last_words = message
+
+    def _take_end(self, code: int) -> None:
+        error = EngineDead(self._cause(code))
+        self._connection.close()
+        self._ended.set_result(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # it may be that nobody awaits it
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(error)
+        for future in self._resets.values():
+            if not future.done():
+                future.set_exception(error)
+        self._resets.clear()
+
+    def _cause(self, code: int) -> str:
+        if self._closing:
+            return "The server is shutting down."
+        if self._last_words is not None:
+            return f"The engine process died: {self._last_words.message}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = "; SIGKILL is what the kernel sends when memory runs out" if -code == signal.SIGKILL else ""
+            return f"The engine process was killed by {name}{hint}."
+        return f"The engine process ended with exit code {code}."

@@ -1,0 +1,316 @@
+"""Flags of the server: vLLM's names and meanings. A flag that is not supported is an error, never ignored.
+
+`build_parser` is what the operator's contract tests parse its argv with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+from reprise_engine import __version__
+from reprise_engine.config import (
+    DEFAULT_MEMORY_UTILIZATION,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from reprise_engine.errors import ConfigError
+from reprise_engine.server.options import ServerOptions
+
+API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
+"""A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""
+
+_DEFAULT_BATCHED_TOKENS = SchedulerConfig().max_num_batched_tokens
+
+_NOT_SUPPORTED = {
+    "enable-auto-tool-choice": "tool calling is not supported yet",
+    "tool-call-parser": "tool calling is not supported yet",
+    "reasoning-parser": "separating reasoning from the answer is not supported yet",
+    "kv-events-config": "KV events are not supported yet",
+    "pipeline-parallel-size": "one process serves the model",
+    "data-parallel-size": "run several replicas instead",
+    "quantization": "quantised weights are read from GGUF files only",
+    "speculative-config": "speculative decoding is not supported",
+    "enable-lora": "LoRA adapters are not supported",
+    "load-format": "the format is told by the model's files",
+    "enforce-eager": "there are no captured graphs to switch off",
+    "swap-space": "preempted sequences are computed again from the prefix cache",
+    "cpu-offload-gb": "weights are not offloaded",
+}
+"""vLLM's flags that people bring along, each with the reason, so that the message helps."""
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """vLLM's reading of flags: `_` and `-` are one, and names are never abbreviated."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if args is not None:
+            args = _dashed(args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(_unknown(unknown))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """One line; the whole usage of a server is a screen that hides it."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _dashed(arguments: Sequence[str]) -> list[str]:
+    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are."""
+
+    def dash(argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+    return [dash(argument) for argument in arguments]
+
+
+def _unknown(arguments: Sequence[str]) -> str:
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").removeprefix("no-")
+        if argument.startswith("--") and name in _NOT_SUPPORTED:
+            return f"--{name} is not supported: {_NOT_SUPPORTED[name]}."
+    return f"unknown argument {arguments[0]!r}."
+
+
+def number_with_suffix(text: str) -> int:
+    """A whole number such as 4096, 32k (32,000), 32K (32,768), 1.5G. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 32k (32,000) or 32K (32,768)")
+    value = float(match[1]) * _SUFFIXES[match[2]]
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def _model_length(text: str) -> int | None:
+    if text in ("auto", "-1"):
+        return None
+    length = number_with_suffix(text)
+    if length < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1, or auto")
+    return length
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _json_object(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bool) -> None:
+    """All flags of the server. `reprise serve` takes the model as an argument as well."""
+    if positional_model:
+        parser.add_argument(
+            "model_tag", nargs="?", metavar="MODEL", help="folder, .gguf file, or name in the hub cache"
+        )
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help="folder, .gguf file, or name in the local hub cache")
+    model.add_argument("--tokenizer", help="where the tokenizer is, if not with the model")
+    model.add_argument("--revision", help="revision of a model named in the hub cache")
+    model.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use; the first is shown"
+    )
+    model.add_argument(
+        "--dtype", choices=["auto", "half", "float16", "bfloat16", "float", "float32"], default="auto", help="(auto)"
+    )
+    model.add_argument(
+        "--max-model-len", type=_model_length, default=None, metavar="TOKENS", help="prompt plus output; 32k, 32K, auto"
+    )
+    model.add_argument(
+        "--device", choices=["auto", "cpu", "npu"], default="auto", help="(auto: an NPU where there is one)"
+    )
+    model.add_argument("--seed", type=int, default=0, help="of sampling where a request has none (0)")
+    model.add_argument("--tensor-parallel-size", type=int, default=1, help="only 1 is supported")
+
+    cache = parser.add_argument_group("KV cache")
+    cache.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="keep prefixes (on)"
+    )
+    cache.add_argument("--block-size", type=int, default=None, metavar="TOKENS", help="(128 on an NPU, else 16)")
+    cache.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=DEFAULT_MEMORY_UTILIZATION,
+        metavar="SHARE",
+        help=f"of the device's memory, on every device ({DEFAULT_MEMORY_UTILIZATION})",
+    )
+    cache.add_argument("--num-gpu-blocks-override", type=int, default=None, metavar="BLOCKS")
+    cache.add_argument("--kv-cache-memory-bytes", type=number_with_suffix, default=None, metavar="BYTES")
+    cache.add_argument("--prefix-caching-hash-algo", choices=["sha256"], default="sha256", help="(sha256)")
+
+    scheduler = parser.add_argument_group("scheduler")
+    scheduler.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs)
+    scheduler.add_argument(
+        "--max-num-batched-tokens", type=number_with_suffix, default=None, help=f"a step ({_DEFAULT_BATCHED_TOKENS})"
+    )
+    scheduler.add_argument(
+        "--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="split long prompts (on)"
+    )
+
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="0.0.0.0", help="address to listen on (all)")  # noqa: S104
+    server.add_argument("--port", type=_port, default=8000, help="(8000); 0 takes a free one")
+    server.add_argument(
+        "--api-key", nargs="+", metavar="KEY", help=f"better in the environment: {' or '.join(API_KEY_VARIABLES)}"
+    )
+    server.add_argument("--chat-template", metavar="FILE", help="file, or the template itself")
+    server.add_argument(
+        "--generation-config", default="auto", metavar="SOURCE", help="default sampling: auto, vllm (none) or a folder"
+    )
+    server.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
+    server.add_argument(
+        "--enable-prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cached tokens in the usage (always on)",
+    )
+    server.add_argument("--enable-force-include-usage", action=argparse.BooleanOptionalAction, default=False)
+    server.add_argument(
+        "--shutdown-timeout", type=_seconds, default=100.0, metavar="SECONDS", help="for running requests, on SIGTERM"
+    )
+    server.add_argument(
+        "--uvicorn-log-level",
+        dest="log_level",
+        choices=["debug", "info", "warning", "error", "critical"],
+        default="info",
+    )
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of the command `reprise`."""
+    parser = ArgumentParser(prog="reprise", description="Prefix-caching LLM inference.")
+    parser.add_argument("--version", action="version", version=f"reprise {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
+    add_serve_arguments(serve, positional_model=True)
+    return parser
+
+
+def build_api_server_parser() -> ArgumentParser:
+    """The parser of `python -m reprise_engine.entrypoints.openai.api_server`: the flags of `reprise serve`."""
+    parser = ArgumentParser(
+        prog="python -m reprise_engine.entrypoints.openai.api_server", description="An OpenAI-compatible server."
+    )
+    parser.add_argument("--version", action="version", version=f"reprise {__version__}")
+    add_serve_arguments(parser, positional_model=False)
+    return parser
+
+
+def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServerOptions:
+    """What the flags mean together. Raises ConfigError for values that cannot be honoured."""
+    return ServerOptions(
+        engine=EngineConfig(
+            model=ModelConfig(
+                model=_model(parsed),
+                tokenizer=parsed.tokenizer,
+                revision=parsed.revision,
+                dtype=cast(Any, {"half": "float16", "float": "float32"}.get(parsed.dtype, parsed.dtype)),
+                max_model_len=parsed.max_model_len,
+                seed=parsed.seed,
+            ),
+            cache=CacheConfig(
+                enable_prefix_caching=parsed.enable_prefix_caching,
+                block_size=parsed.block_size,
+                gpu_memory_utilization=parsed.gpu_memory_utilization,
+                num_gpu_blocks_override=parsed.num_gpu_blocks_override,
+                kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
+                prefix_caching_hash_algo=parsed.prefix_caching_hash_algo,
+            ),
+            scheduler=_scheduler(parsed),
+            device=parsed.device,
+        ),
+        host=parsed.host,
+        port=parsed.port,
+        served_names=tuple(parsed.served_model_name or ()),
+        api_keys=_api_keys(parsed, environment),
+        chat_template=parsed.chat_template,
+        generation_config=parsed.generation_config,
+        override_generation_config=parsed.override_generation_config,
+        force_include_usage=parsed.enable_force_include_usage,
+        shutdown_timeout=parsed.shutdown_timeout,
+        log_level=parsed.log_level,
+    )
+
+
+def _model(parsed: argparse.Namespace) -> str:
+    positional = getattr(parsed, "model_tag", None)
+    if positional and parsed.model and positional != parsed.model:
+        raise ConfigError(f"two models are named, {positional!r} and --model {parsed.model!r}; name one.")
+    model = positional or parsed.model
+    if not model:
+        raise ConfigError("no model is named; give a folder, a .gguf file, or a name in the local hub cache.")
+    if parsed.tensor_parallel_size != 1:
+        raise ConfigError(f"--tensor-parallel-size is {parsed.tensor_parallel_size}; only 1 is supported yet.")
+    if not parsed.enable_prompt_tokens_details:
+        raise ConfigError("--no-enable-prompt-tokens-details is not supported: cached tokens are always told.")
+    return str(model)
+
+
+def _scheduler(parsed: argparse.Namespace) -> SchedulerConfig:
+    tokens = parsed.max_num_batched_tokens
+    if tokens is None:
+        tokens = _DEFAULT_BATCHED_TOKENS
+        if not parsed.enable_chunked_prefill and parsed.max_model_len is not None:
+            tokens = max(tokens, parsed.max_model_len)  # a whole prompt must fit into one step
+    elif not parsed.enable_chunked_prefill and parsed.max_model_len is not None and tokens < parsed.max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {tokens}; without chunked prefill a whole prompt must fit into one step, so "
+            f"it must be at least --max-model-len ({parsed.max_model_len})."
+        )
+    return SchedulerConfig(
+        max_num_seqs=parsed.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        enable_chunked_prefill=parsed.enable_chunked_prefill,
+    )
+
+
+def _api_keys(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Of the flag and of the environment; an empty key would let everybody in, or nobody."""
+    keys = list(parsed.api_key or ())
+    if any(not key.strip() for key in keys):
+        raise ConfigError("--api-key is empty; give a key, or leave the flag out.")
+    for variable in API_KEY_VARIABLES:
+        if variable in environment:
+            key = environment[variable].strip()
+            if not key:
+                raise ConfigError(f"{variable} is set, but empty; give a key, or unset it.")
+            keys.append(key)
+    return tuple(dict.fromkeys(keys))

@@ -1,0 +1,30 @@
+"""The command `reprise`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from reprise_engine.entrypoints.arguments import ArgumentParser, build_parser, server_options
+from reprise_engine.errors import ConfigError
+from reprise_engine.server import lifecycle, logs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2 for a wrong flag."""
+    return serve(build_parser(), arguments)
+
+
+def serve(parser: ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Parse and run a server."""
+    parsed = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = server_options(parsed)
+    except ConfigError as error:
+        logs.last_words(f"{type(error).__name__}: {error}")
+        parser.error(str(error))
+    return lifecycle.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""API keys. Probes and scrapers have none, so /health, /ping and /metrics stay open."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from reprise_engine.server.errors import error_body
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+
+
+class ApiKeys:
+    """ASGI middleware: `Authorization: Bearer KEY` with one of `keys`, compared in constant time, or 401."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["path"] in OPEN_PATHS
+            or scope["method"] == "OPTIONS"
+            or self._allows(scope)
+        ):
+            await self._app(scope, receive, send)
+            return
+        body = error_body(
+            "The API key is missing or wrong; send it as Authorization: Bearer KEY.", code="invalid_api_key"
+        )
+        await JSONResponse(body, status_code=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, given = header.partition(b" ")
+        # All keys are compared, so the time tells nothing about which one was nearly right.
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        return kind.lower() == b"bearer" and any(matches)

@@ -1,0 +1,142 @@
+"""A request's sequences: each is one EngineRequest, its text, its figures; together one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from reprise_engine.engine import EngineClient
+from reprise_engine.request import EngineRequest, FinishReason, RequestOutput
+from reprise_engine.server.metrics import Metrics
+from reprise_engine.text import OutputText, TextDelta
+from reprise_engine.text.detokenizer import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, as OpenAI counts them. `cached_tokens` is a part of `prompt_tokens`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        # cached_tokens is always there: a client must be able to tell "none" from "not told".
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Generation:
+    """One sequence: choice `index` of the response, choice `choice` of its prompt."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        request: EngineRequest,
+        decoder: Decoder,
+        metrics: Metrics,
+        *,
+        index: int,
+        choice: int = 0,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.counts_prompt = choice == 0
+        """The choices of one prompt share it: it is counted once."""
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._engine = engine
+        self._metrics = metrics
+        self._text = OutputText(decoder, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling)
+        self._last_token: float | None = None
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """Ends after the delta with a finish_reason. Leaving early aborts the sequence in the engine."""
+        finish_reason = FinishReason.ABORT
+        output: RequestOutput | None = None
+        try:
+            async with aclosing(self._engine.generate(self.request)) as outputs:
+                async for output in outputs:
+                    delta = self._text.push(output)
+                    self._count(output, len(delta.token_ids))
+                    if delta.finish_reason is not None:
+                        finish_reason = delta.finish_reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        break
+        finally:
+            self._metrics.finished(
+                finish_reason, output_tokens=self.completion_tokens, times=None if output is None else output.times
+            )
+
+    def _count(self, output: RequestOutput, tokens: int) -> None:
+        if not tokens:
+            return
+        times = output.times
+        at = times.last_token if times is not None and times.last_token is not None else time.monotonic()
+        if self._last_token is None:
+            self.cached_tokens = output.cached_tokens
+            self._metrics.first_token(
+                prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens, times=times
+            )
+        self._metrics.tokens(tokens, since_previous=None if self._last_token is None else at - self._last_token)
+        self._last_token = at
+        self.completion_tokens += tokens
+
+
+class Generations:
+    """All sequences of one HTTP request."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.generations = tuple(generations)
+
+    def usage(self) -> Usage:
+        """So far."""
+        counted = [generation for generation in self.generations if generation.counts_prompt]
+        return Usage(
+            prompt_tokens=sum(len(generation.request.prompt_token_ids) for generation in counted),
+            completion_tokens=sum(generation.completion_tokens for generation in self.generations),
+            cached_tokens=sum(generation.cached_tokens for generation in counted),
+        )
+
+    async def deltas(self) -> AsyncGenerator[tuple[Generation, TextDelta], None]:
+        """Of all sequences, as they come. The first error ends, and aborts, them all."""
+        if len(self.generations) == 1:
+            async with aclosing(self.generations[0].deltas()) as deltas:
+                async for delta in deltas:
+                    yield self.generations[0], delta
+            return
+        inbox: asyncio.Queue[tuple[Generation, TextDelta] | Exception | None] = asyncio.Queue()
+
+        async def pump(generation: Generation) -> None:
+            try:
+                async with aclosing(generation.deltas()) as deltas:
+                    async for delta in deltas:
+                        inbox.put_nowait((generation, delta))
+            except Exception as error:  # noqa: BLE001  (raised again by the reader of the inbox)
+                inbox.put_nowait(error)
+            else:
+                inbox.put_nowait(None)
+
+        tasks = [asyncio.create_task(pump(generation)) for generation in self.generations]
+        try:
+            running = len(tasks)
+            while running:
+                item = await inbox.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,64 @@
+"""The server's log: one line a fact, on stderr; probes and scrapes are not worth a line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from reprise_engine.config import EngineConfig, ResolvedConfig
+from reprise_engine.server.auth import OPEN_PATHS
+
+TERMINATION_LOG = "/dev/termination-log"
+_TERMINATION_LINE_LIMIT = 2000
+"""Characters; the kubelet keeps 4,096 bytes."""
+
+
+class _NotAProbe(logging.Filter):
+    """Drops uvicorn's access lines of the open paths; its args are (client, method, path, version, status)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        arguments = record.args
+        if not isinstance(arguments, tuple) or len(arguments) != 5:
+            return True
+        return str(arguments[2]).partition("?")[0] not in OPEN_PATHS
+
+
+def configure(level: str) -> None:
+    """Of this process. uvicorn's loggers propagate to the root's one handler."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+    access = logging.getLogger("uvicorn.access")
+    access.setLevel(level.upper())
+    if not any(isinstance(existing, _NotAProbe) for existing in access.filters):
+        access.addFilter(_NotAProbe())
+
+
+def describe_start(config: EngineConfig, resolved: ResolvedConfig, *, url: str, names: tuple[str, ...]) -> list[str]:
+    """The lines that tell a person what is being served, and where."""
+    tokens = resolved.num_gpu_blocks * resolved.block_size
+    caching = "on" if resolved.enable_prefix_caching else "off"
+    chunked = "on" if resolved.enable_chunked_prefill else "off"
+    return [
+        f"Reprise {resolved.version} serves {', '.join(names)} at {url}/v1",
+        f"  model      {config.model.model}, {resolved.dtype} on {resolved.device}, "
+        f"context {resolved.max_model_len} tokens",
+        f"  KV cache   {resolved.num_gpu_blocks} blocks of {resolved.block_size} = {tokens} tokens, "
+        f"prefix caching {caching}",
+        f"  scheduler  up to {resolved.max_num_seqs} sequences, {resolved.max_num_batched_tokens} tokens a step, "
+        f"chunked prefill {chunked}",
+    ]
+
+
+def last_words(message: str) -> None:
+    """One line for the kubelet, which shows it as the container's termination message. Never fails.
+
+    The file, $TERMINATION_LOG_PATH or the kubelet's default, is written only where it exists: the kubelet makes it.
+    """
+    path = Path(os.environ.get("TERMINATION_LOG_PATH") or TERMINATION_LOG)
+    line = " ".join(message.split())[:_TERMINATION_LINE_LIMIT]
+    try:
+        if path.is_file() and os.access(path, os.W_OK):
+            path.write_text(line + "\n", encoding="utf-8")
+    except OSError:
+        logging.getLogger(__name__).warning("cannot write %s", path)

@@ -1,0 +1,34 @@
+"""What the server is told at its start: frozen, made by entrypoints/arguments.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from reprise_engine.config import EngineConfig
+from reprise_engine.messages import DEFAULT_BUILDER
+
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """`api_keys` are left out of the repr, so that no log shows them."""
+
+    engine: EngineConfig
+    host: str = "0.0.0.0"  # noqa: S104  (as vLLM: in a pod the address is not known beforehand)
+    port: int = 8000
+    """0 takes a free one; the log says which."""
+    served_names: tuple[str, ...] = ()
+    """Names that requests may use; none means the model's own."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    force_include_usage: bool = False
+    shutdown_timeout: float = 100.0
+    """Seconds that running requests get after SIGTERM; below the pod's grace period of 120 s."""
+    log_level: LogLevel = "info"
+    builder: str = DEFAULT_BUILDER
+    """Function that builds the engine, `module:name`."""

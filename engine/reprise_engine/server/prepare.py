@@ -1,0 +1,171 @@
+"""From a request's body to EngineRequests: prompt text, token ids, sampling, and every check that needs the model."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from reprise_engine.errors import ContextLengthExceeded, RequestError
+from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
+from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.metrics import Metrics
+from reprise_engine.server.protocol import ChatPrompt, GenerationBody
+from reprise_engine.server.state import Loaded
+from reprise_engine.text import ChatTemplateError, Tokenizer
+
+_T = TypeVar("_T")
+
+
+async def chat_prompt(model: Loaded, body: ChatPrompt) -> tuple[TokenId, ...]:
+    """The token ids of a conversation. Raises RequestError in the template's words."""
+    return await asyncio.to_thread(_chat_prompt, model.tokenizer, body)
+
+
+def _chat_prompt(tokenizer: Tokenizer, body: ChatPrompt) -> tuple[TokenId, ...]:
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    if tokenizer.chat_template is not None and not tokenizer.chat_template.knows_developer_role:
+        for message in messages:  # OpenAI's newer name for it; a template that does not know it would drop it
+            if message["role"] == "developer":
+                message["role"] = "system"
+    try:
+        text = tokenizer.render_chat(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+    except ChatTemplateError as error:
+        raise RequestError(str(error), param="messages") from error
+    return _encode(tokenizer, text, add_special_tokens=body.add_special_tokens, param="messages")
+
+
+async def text_prompt(model: Loaded, text: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
+    """Raises RequestError for text that is not Unicode."""
+    return await asyncio.to_thread(
+        _encode, model.tokenizer, text, add_special_tokens=add_special_tokens, param="prompt"
+    )
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except (UnicodeError, TypeError) as error:  # half of a surrogate pair, which JSON can spell
+        raise RequestError(f"{param} holds text that is not valid Unicode.", param=param) from error
+
+
+def check_token_ids(model: Loaded, token_ids: Sequence[TokenId], *, param: str) -> None:
+    """Raises RequestError for ids that the model has no embedding for: on a device they would read foreign memory."""
+    vocab_size = model.resolved.vocab_size
+    highest = max(token_ids, default=0)
+    if highest >= vocab_size:
+        raise RequestError(f"{param} holds token id {highest}; the vocabulary has ids below {vocab_size}.", param=param)
+
+
+def _own(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def sampling_params(
+    model: Loaded, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The request's own values over the server's defaults. Raises RequestError."""
+    defaults = model.defaults
+
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    check_token_ids(model, stop_token_ids, param="stop_token_ids")
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        raise RequestError(f"min_tokens is {body.min_tokens}, more than max_tokens ({max_tokens}).", param="min_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_own(body.temperature, defaults.temperature),
+        top_p=_own(body.top_p, defaults.top_p),
+        top_k=max(0, _own(body.top_k, defaults.top_k)),
+        min_p=_own(body.min_p, defaults.min_p),
+        repetition_penalty=_own(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_own(body.presence_penalty, 0.0),
+        frequency_penalty=_own(body.frequency_penalty, 0.0),
+        seed=body.seed,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        stop_token_ids=stop_token_ids,
+        stop=body.stops,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        logprobs=logprobs,
+    )
+
+
+def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, default: int | None) -> int:
+    """A number for max_tokens: what was asked, else `default` as far as it fits, else all that fits.
+
+    Raises ContextLengthExceeded, so the client learns of it before any stream begins.
+    """
+    resolved = model.resolved
+    capacity = resolved.num_gpu_blocks * resolved.block_size
+    limit = min(resolved.max_model_len, capacity)
+    name = (
+        f"this model's maximum context length is {limit} tokens"
+        if limit == resolved.max_model_len
+        else f"the KV cache holds {limit} tokens (less than max_model_len, {resolved.max_model_len})"
+    )
+    room = limit - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt_tokens} tokens, but {name}, and at least one is generated. Shorten the prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        return room if default is None else min(room, default)
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"You asked for {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, max_tokens {asked}), "
+            f"but {name}. Shorten the prompt or lower max_tokens to at most {room}.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def generations(
+    model: Loaded,
+    metrics: Metrics,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[TokenId]],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    arrival_time: float,
+) -> Generations:
+    """n sequences a prompt, indexed prompt by prompt. Raises RequestError before any of them reaches the engine."""
+    made: list[Generation] = []
+    batch = uuid.uuid4().hex
+    for prompt in prompts:
+        if not prompt:
+            raise RequestError("The prompt is empty: it has no tokens.", param="prompt")
+        limit = resolve_max_tokens(model, len(prompt), max_tokens, default_max_tokens)
+        sampling = sampling_params(model, body, max_tokens=limit, logprobs=logprobs)
+        for choice in range(body.choices):
+            index = len(made)
+            request = EngineRequest(
+                request_id=RequestId(f"{batch}-{index}"),
+                prompt_token_ids=tuple(prompt),
+                sampling=_seeded(sampling, choice),
+                eos_token_ids=model.resolved.eos_token_ids,
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+                arrival_time=arrival_time,
+            )
+            made.append(Generation(model.engine, request, model.tokenizer, metrics, index=index, choice=choice))
+    return Generations(made)
+
+
+def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The choices of one prompt differ, and each can be made again: choice i has the seed plus i."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    return replace(sampling, seed=sampling.seed + choice)

@@ -1,0 +1,314 @@
+"""The bodies of requests. What cannot be honoured is refused by name; nothing is ignored silently.
+
+Three kinds of fields: declared ones are honoured; `_HARMLESS` ones ask for nothing that a server of one model does, and
+are accepted on purpose; `_NOT_SUPPORTED` ones are accepted with a value that asks for nothing, else they are a 400.
+Any other field is unknown, and a 400 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 128
+MAX_SEQUENCES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+
+TokenIdField = Annotated[int, Field(ge=0)]
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+
+_HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",  # routes between OpenAI's servers; here one cache serves all
+        "parallel_tool_calls",  # says something about tools only, which are refused
+    }
+)
+
+_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI's. After each name: the values, besides null, that ask for nothing.
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": (),
+}
+
+
+def refuse(param: str, message: str) -> PydanticCustomError:
+    """A complaint that names its field, wherever in the model it is raised."""
+    # The message goes through as an argument: PydanticCustomError treats its template's braces as fields.
+    return PydanticCustomError("refused_field", "{message}", {"param": param, "message": message})
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return value is None or any(value == allowed and type(value) is type(allowed) for allowed in neutral)
+
+
+class Body(BaseModel):
+    """Strict: a string is no number, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_out(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in _HARMLESS:
+                continue
+            elif name in _NOT_SUPPORTED:
+                if not _is_neutral(value, _NOT_SUPPORTED[name]):
+                    raise refuse(name, f"{name} is not supported by this server; leave it out.")
+            else:
+                kept[name] = value  # pydantic's own complaint about unknown fields
+        return kept
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(Body):
+    """What chat completions and completions have in common. None means the server's default."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
+    # vLLM's
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenIdField] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: NonEmpty | None = None
+    return_token_ids: bool | None = False
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "stream_options is only allowed when stream is true.")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatMessageBody(Body):
+    """One message. `content` is text, or a list of text parts, which are joined by line ends."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if data.get("role") in ("tool", "function"):
+            raise refuse("messages", "Messages of role 'tool' are not supported by this server.")
+        # What the OpenAI client's own model_dump() of a reply holds, at values that say nothing.
+        for name, neutral in (("refusal", ()), ("audio", ()), ("function_call", ()), ("annotations", ([],))):
+            if name in data and not _is_neutral(data.pop(name), neutral):
+                raise refuse("messages", f"{name} in a message is not supported by this server.")
+        if not _is_neutral(data.pop("tool_calls", None), ([],)):
+            raise refuse("messages", "tool_calls in a message are not supported by this server.")
+        content = data.get("content")
+        if isinstance(content, list):
+            data["content"] = "\n".join(_text_of(part) for part in content)
+        elif content is None and data.get("role") != "assistant":
+            raise refuse("messages", f"content is required in a message of role {data.get('role')!r}.")
+        return data
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise refuse(
+            "messages", f"Content parts of type {kind!r} are not supported; this model reads parts of type 'text' only."
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise refuse("messages", "A content part of type 'text' needs a string in its field text.")
+    return text
+
+
+class ChatPrompt(Body):
+    """The fields that make the prompt, shared with /tokenize."""
+
+    messages: Annotated[list[ChatMessageBody], Field(min_length=1)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refuse(
+                "continue_final_message", "continue_final_message needs add_generation_prompt to be false: one of them."
+            )
+        return self
+
+
+class ChatCompletionBody(ChatPrompt, GenerationBody):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs is only allowed when logprobs is true.")
+        return self
+
+
+def split_prompt(prompt: Any) -> list[str] | list[list[int]]:
+    """One entry a prompt. Raises the complaint about anything that is not of the four shapes."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(entry, str) for entry in prompt):
+            return prompt
+        if _is_token_ids(prompt):
+            return [prompt]
+        if all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in prompt):
+            return prompt
+    raise refuse("prompt", "prompt must be a string, a list of strings, a list of token ids, or a list of such lists.")
+
+
+def _is_token_ids(entries: list[Any]) -> bool:
+    return all(type(entry) is int and entry >= 0 for entry in entries)  # a bool is no token id
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions. `prompt` is one text, several, the token ids of one, or those of several."""
+
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(split_prompt)]
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.best_of is not None and self.best_of != self.choices:
+            raise refuse("best_of", f"best_of is {self.best_of}; only the value of n ({self.choices}) is supported.")
+        if len(self.prompt) * self.choices > MAX_SEQUENCES:
+            raise refuse(
+                "n", f"prompts times n is {len(self.prompt) * self.choices}; at most {MAX_SEQUENCES} a request."
+            )
+        if self.echo and self.logprobs is not None:
+            raise refuse("echo", "echo together with logprobs is not supported: the prompt's are not computed.")
+        return self
+
+
+class TokenizeTextBody(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatBody(ChatPrompt):
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+def _tokenize_kind(data: Any) -> str:
+    return "messages" if isinstance(data, dict) and "messages" in data else "prompt"
+
+
+TokenizeBody = Annotated[
+    Annotated[TokenizeTextBody, Tag("prompt")] | Annotated[TokenizeChatBody, Tag("messages")],
+    Discriminator(_tokenize_kind),
+]
+"""A conversation where there are `messages`, else a text: so a complaint is about what was meant."""
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenIdField]

@@ -1,0 +1,153 @@
+"""POST /v1/completions: texts or token ids, one or several, n choices each."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from reprise_engine.request import TokenId, TokenLogprobs
+from reprise_engine.server import prepare
+from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.logprobs import CompletionLogprobs, join_completion_logprobs
+from reprise_engine.server.protocol import CompletionBody
+from reprise_engine.server.respond import Deltas, choice_ids, respond, wants_usage
+from reprise_engine.server.state import Loaded, Model, State
+from reprise_engine.server.streaming import event
+from reprise_engine.text import TextDelta
+
+router = APIRouter()
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for completions."""
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, body: CompletionBody, state: State, model: Model) -> Response:
+    arrival_time = time.monotonic()
+    name = state.check_model(body.model)
+    prompts: list[Sequence[TokenId]] = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            prompts.append(await prepare.text_prompt(model, prompt, add_special_tokens=body.add_special_tokens))
+        else:
+            prepare.check_token_ids(model, prompt, param="prompt")
+            prompts.append(prompt)
+    default = _DEFAULT_MAX_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
+    generations = prepare.generations(
+        model,
+        state.metrics,
+        body,
+        prompts,
+        max_tokens=body.max_tokens,
+        default_max_tokens=default,
+        logprobs=body.logprobs,
+        arrival_time=arrival_time,
+    )
+    answer = _CompletionAnswer(
+        model=model,
+        body=body,
+        name=name,
+        generations=generations,
+        include_usage=wants_usage(body, force=state.force_include_usage),
+    )
+    return await respond(request, body, generations, stream=answer.stream, whole=answer.whole)
+
+
+class _CompletionAnswer:
+    """The two shapes of one answer."""
+
+    def __init__(
+        self, *, model: Loaded, body: CompletionBody, name: str, generations: Generations, include_usage: bool
+    ) -> None:
+        self._model = model
+        self._body = body
+        self._generations = generations
+        self._include_usage = include_usage
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+        self._logprobs = [CompletionLogprobs(model.tokenizer) for _ in generations.generations]
+
+    def _echo(self, generation: Generation) -> str:
+        """The prompt's text, where the answer repeats it."""
+        if not self._body.echo:
+            return ""
+        prompt = self._body.prompt[generation.index // self._body.choices]
+        return prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt)
+
+    def _delta_logprobs(self, generation: Generation, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        return self._logprobs[generation.index].push(entries, top=self._body.logprobs)
+
+    def _prompt_ids(self, generation: Generation) -> dict[str, Any]:
+        return {"prompt_token_ids": generation.request.prompt_token_ids} if self._body.return_token_ids else {}
+
+    async def whole(self, deltas: Deltas) -> Response:
+        generations = self._generations.generations
+        choices: list[dict[str, Any]] = [
+            {"index": generation.index, "text": self._echo(generation)} | self._prompt_ids(generation)
+            for generation in generations
+        ]
+        token_ids: list[list[TokenId]] = [[] for _ in generations]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in generations]
+        async for generation, delta in deltas:
+            choice = choices[generation.index]
+            choice["text"] += delta.text
+            token_ids[generation.index] += delta.token_ids
+            part = self._delta_logprobs(generation, delta.logprobs)
+            if part is not None:
+                logprobs[generation.index].append(part)
+            choice["finish_reason"] = delta.finish_reason.value if delta.finish_reason else None
+            choice["stop_reason"] = delta.stop_reason
+        for index, choice in enumerate(choices):
+            choice["logprobs"] = None if self._body.logprobs is None else join_completion_logprobs(logprobs[index])
+            choice.update(choice_ids(self._body, token_ids[index]))
+        usage = self._generations.usage().as_json()
+        return JSONResponse(self._head | {"choices": choices, "usage": usage, "system_fingerprint": None})
+
+    async def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        continuous = self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats
+        for generation in self._generations.generations:
+            extra = self._prompt_ids(generation)
+            if extra or self._body.echo:
+                yield self._chunk(generation, self._echo(generation), extra=extra)
+        async for generation, delta in deltas:
+            logprobs = self._delta_logprobs(generation, delta.logprobs)
+            ids = choice_ids(self._body, delta.token_ids)
+            if delta.text or delta.finish_reason is not None or (delta.token_ids and (logprobs or ids)):
+                usage = self._generations.usage().as_json() if continuous else None
+                yield self._chunk(generation, delta.text, logprobs=logprobs, end=delta, usage=usage, extra=ids)
+        if self._include_usage:
+            yield event(self._head | {"choices": [], "usage": self._generations.usage().as_json()})
+
+    def _chunk(
+        self,
+        generation: Generation,
+        text: str,
+        *,
+        logprobs: dict[str, Any] | None = None,
+        end: TextDelta | None = None,
+        usage: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": generation.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": end.finish_reason.value if end is not None and end.finish_reason else None,
+        }
+        if end is not None and end.finish_reason is not None:
+            choice["stop_reason"] = end.stop_reason
+        chunk: dict[str, Any] = self._head | {"choices": [choice | (extra or {})]}
+        if self._include_usage:
+            chunk["usage"] = usage
+        return event(chunk)

@@ -1,0 +1,38 @@
+"""POST /tokenize and /detokenize: what the model reads, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from reprise_engine.server.prepare import chat_prompt, check_token_ids, text_prompt
+from reprise_engine.server.protocol import DetokenizeBody, TokenizeBody, TokenizeTextBody
+from reprise_engine.server.state import Model, State
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, state: State, model: Model) -> dict[str, Any]:
+    """The token ids of a text (`prompt`), or of a conversation (`messages`) under the chat template."""
+    state.check_model(body.model)
+    if isinstance(body, TokenizeTextBody):
+        token_ids = await text_prompt(model, body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        token_ids = await chat_prompt(model, body)
+    return {
+        "count": len(token_ids),
+        "max_model_len": model.resolved.max_model_len,
+        "tokens": token_ids,
+        "token_strs": [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        if body.return_token_strs
+        else None,
+    }
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, state: State, model: Model) -> dict[str, str]:
+    state.check_model(body.model)
+    check_token_ids(model, body.tokens, param="tokens")
+    return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
