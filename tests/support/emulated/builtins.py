@@ -253,7 +253,7 @@ def admit(resource: Resource, new: Json, old: Json | None) -> None:
         for key, value in {**empty, "reportingComponent": "", "reportingInstance": ""}.items():
             new.setdefault(key, value)
     elif kind in ("Deployment", "ReplicaSet"):
-        new.setdefault("status", {})
+        new.setdefault("status", {"replicas": 0} if kind == "ReplicaSet" else {})
 
 
 def _pod(new: Json, old: Json | None) -> None:

@@ -27,6 +27,7 @@ from .table import json_path, partial, table
 
 BOOKMARK_SECONDS = 10.0
 NOT_SERVED = "404 page not found\n"
+AGGREGATED = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
@@ -49,7 +50,7 @@ async def _dispatch(api: Api, request: Request) -> Response:
     if parts[0] in ("readyz", "healthz", "livez"):
         return PlainTextResponse("ok")
     if request.method == "GET" and (found := _discover(parts, served, request.headers.get("accept", ""))) is not None:
-        return JSONResponse(found)
+        return JSONResponse(found, media_type=AGGREGATED if found.get("kind") == "APIGroupDiscoveryList" else None)
     if parts[0] == "api" and len(parts) > 2:
         group, version, rest = "", parts[1], parts[2:]
     elif parts[0] == "apis" and len(parts) > 3:
@@ -60,6 +61,9 @@ async def _dispatch(api: Api, request: Request) -> Response:
                 405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {}
             )
         return PlainTextResponse(NOT_SERVED, 404)
+    if "protobuf" in _media_type(request):
+        message = "the body of the request was in an unknown format - accepted media types include: application/json"
+        raise ApiError(415, "UnsupportedMediaType", message)
     if rest == ["selfsubjectaccessreviews"] and request.method == "POST":
         return JSONResponse({**await request.json(), "metadata": {}, "status": {"allowed": True}}, 201)
     namespace = ""
