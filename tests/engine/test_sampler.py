@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,9 +46,9 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def reference_distribution(logits: torch.Tensor, sampling: SamplingParams) -> np.ndarray:
+def reference_distribution(logits: torch.Tensor, sampling: SamplingParams) -> npt.NDArray[np.float64]:
     """Probabilities after temperature, min-p, top-k and top-p, each by its definition."""
-    scores = logits.double().numpy() / sampling.temperature
+    scores: npt.NDArray[np.float64] = logits.double().numpy() / sampling.temperature
     probability = np.exp(scores - scores.max())
     probability /= probability.sum()
     probability[probability < sampling.min_p * probability.max()] = 0
@@ -60,7 +61,7 @@ def reference_distribution(logits: torch.Tensor, sampling: SamplingParams) -> np
         total += probability[token]
         if total >= sampling.top_p:
             break
-    nucleus = np.zeros_like(probability)
+    nucleus: npt.NDArray[np.float64] = np.zeros(len(probability))
     nucleus[kept] = probability[kept]
     nucleus /= nucleus.sum()
     return nucleus

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -24,6 +26,15 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[LoadProgress], None]
 
+_UNREADABLE_WEIGHTS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    EOFError,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -107,6 +118,7 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
         "trust_remote_code": False,
         "weights_only": True,
         "use_safetensors": files.weights == "safetensors",
+        "output_loading_info": True,
     }
     if files.gguf_file is not None:
         from transformers import GgufConfig
@@ -118,15 +130,29 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
         options["experts_implementation"] = "eager"
     with _without_progress_bars():
         try:
-            module = AutoModelForCausalLM.from_pretrained(files.folder, **options)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise UnsupportedModel(f"The weights in {files.folder} cannot be loaded: {error}") from error
+            loaded: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
+        except _UNREADABLE_WEIGHTS as error:
+            # Only the first line: torch adds advice on loading files that run code.
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UnsupportedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
+    module, loading = loaded
     assert isinstance(module, PreTrainedModel)
     if type(module).__name__ != spec.architecture:
         raise UnsupportedModel(
             f"{files.folder} was loaded as {type(module).__name__}, but its config.json says {spec.architecture}."
         )
+    _check_complete(files, loading)
     return module
+
+
+def _check_complete(files: ModelFiles, loading: Mapping[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers, and only warns."""
+    missing = sorted(str(key) for key in loading.get("missing_keys") or ())
+    if missing:
+        raise UnsupportedModel(
+            f"The weights in {files.folder} lack {len(missing)} tensors that config.json asks for, among them "
+            f"{', '.join(missing[:3])}. The checkpoint is incomplete or config.json is another model's."
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from reprise_engine.errors import ConfigError, UnsupportedModel
@@ -75,16 +76,26 @@ def read_spec(files: ModelFiles) -> ModelSpec:
     raw = files.read_json("config.json")
     if files.gguf_file is not None and raw is None:
         _check_gguf_architecture(files)
-        config = AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf_file, trust_remote_code=False)
+        config = _read_config(files)
         architecture = _architecture_of_gguf_config(config)
     elif raw is None:
         raise UnsupportedModel(f"{files.folder} has no config.json. Give a model folder in Hugging Face's layout.")
     else:
         architecture = _architecture_of(raw, files)
-        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
+        config = _read_config(files)
     _check_positions(config)
     _check_attention(config, architecture)
     return _spec_of(config, architecture)
+
+
+def _read_config(files: ModelFiles) -> PretrainedConfig:
+    gguf = {} if files.gguf_file is None or (files.folder / "config.json").is_file() else {"gguf_file": files.gguf_file}
+    try:
+        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True, **gguf)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise UnsupportedModel(f"The configuration in {files.folder} is not valid: {error}") from error
+    assert isinstance(config, PretrainedConfig)
+    return config
 
 
 def _architecture_of(raw: dict[str, Any], files: ModelFiles) -> str:
