@@ -1,42 +1,23 @@
 """ALL Kubernetes I/O of the operator, except kopf's watches (handlers.py) and the lease (leader.py).
 
 Reads return plain bodies or the types of observed.py; writes return what became of them. A request that failed raises
-`ClusterError`, whose `fault` says what kind of failure it was; the work queue retries with back-off.
-
-    ClusterError.fault
-    ├── NOT_FOUND    404
-    ├── CONFLICT     409: somebody else wrote first, or the object is not the one that was meant (its UID differs)
-    ├── GONE         410: a list's continuation expired
-    ├── INVALID      400, 413, 415, 422: this request will never be accepted
-    ├── FORBIDDEN    401, 403: RBAC, quota, a namespace that terminates
-    └── UNAVAILABLE  429, 5xx, time-outs, no connection: the same request may succeed later
+`ClusterError` (api.py), and the work queue retries with back-off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-import json
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NewType
+from typing import Any
 
-import aiohttp
-from kubernetes.aio import client as kubernetes_client
-from kubernetes.aio import config as kubernetes_config
-from kubernetes.aio.dynamic import DynamicClient
-from kubernetes.aio.dynamic.exceptions import DynamicApiError
-
+from reprise_operator.api import Api, Body, ClusterError, Fault
 from reprise_operator.kinds import (
     CHILD_TYPES,
     CLAIMS,
     EVENTS,
     INFERENCE_SERVICES,
-    PERMISSIONS,
     PODS,
     REPLICA_SETS,
     SECRETS,
@@ -45,14 +26,7 @@ from reprise_operator.kinds import (
 from reprise_operator.observed import ObservedChild
 from reprise_operator.settings import FIELD_MANAGER
 
-logger = logging.getLogger(__name__)
-
-Body = Mapping[str, Any]
-Uid = NewType("Uid", str)
-
-REQUEST_TIMEOUT_SECONDS = 30.0
-PAGE_SIZE = 500
-
+RESET_MANAGER = f"{FIELD_MANAGER}-reset"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -67,30 +41,6 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
-
-
-class Fault(enum.Enum):
-    NOT_FOUND = "not found"
-    CONFLICT = "conflict"
-    GONE = "gone"
-    INVALID = "invalid"
-    FORBIDDEN = "forbidden"
-    UNAVAILABLE = "unavailable"
-
-
-_FAULTS = {404: Fault.NOT_FOUND, 409: Fault.CONFLICT, 410: Fault.GONE, 401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN}
-
-
-class ClusterError(Exception):
-    """A request to the API server that failed. `message` is the API server's own, or the transport's."""
-
-    def __init__(self, fault: Fault, message: str, *, status: int | None = None, retry_after: float | None = None):
-        super().__init__(message)
-        self.fault = fault
-        self.message = message
-        self.status = status
-        self.retry_after = retry_after
-        """Seconds, where the API server asked for a pause."""
 
 
 class ApplyOutcome(enum.Enum):
@@ -111,70 +61,20 @@ class ApplyResult:
     """The object as answered, for the other outcomes."""
 
 
-RequestObserver = Callable[[str, ResourceType, str], None]
-"""Told each request: verb, kind, and "ok" or the fault's name."""
-
-
-def _retry_after(error: DynamicApiError) -> float | None:
-    try:
-        return float((error.headers or {})["Retry-After"])
-    except (KeyError, ValueError):
-        return None
-
-
-def _cluster_error(error: DynamicApiError) -> ClusterError:
-    message = str(error.reason)
-    with contextlib.suppress(TypeError, ValueError, KeyError):
-        message = str(json.loads(error.body or "")["message"]) or message
-    status = int(error.status or 0)
-    default = Fault.INVALID if 400 <= status < 500 and status != 429 else Fault.UNAVAILABLE
-    return ClusterError(_FAULTS.get(status, default), message, status=status or None, retry_after=_retry_after(error))
-
-
-async def load_connection() -> kubernetes_client.Configuration:
-    """The service account of the pod the operator runs in, else $KUBECONFIG or ~/.kube/config."""
-    configuration = kubernetes_client.Configuration()
-    kubeconfig = os.environ.get("KUBECONFIG")
-    if "KUBERNETES_SERVICE_HOST" in os.environ and not kubeconfig:
-        kubernetes_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    else:
-        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=kubeconfig, client_configuration=configuration
-        )
-    return configuration
-
-
 class Cluster:
-    """One connection pool to the API server. Close it, or use it as an async context manager."""
+    """What the operator reads and writes, in its own words."""
 
-    def __init__(
-        self, configuration: kubernetes_client.Configuration, *, on_request: RequestObserver | None = None
-    ) -> None:
-        self.api = kubernetes_client.ApiClient(configuration)
-        # Only its request methods are used: kinds are known, so discovery would be requests for nothing.
-        self._client = DynamicClient(self.api)  # type: ignore[no-untyped-call]
-        self._timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_SECONDS, sock_connect=10.0)
-        self._on_request = on_request
-
-    async def __aenter__(self) -> Cluster:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self.api.close()  # type: ignore[no-untyped-call]
+    def __init__(self, api: Api) -> None:
+        self._api = api
 
     # Reads ----------------------------------------------------------------------------------------------------------
 
     async def get_service(self, key: Key) -> Body | None:
         """The InferenceService, None when there is none (any more)."""
-        return await self._get(INFERENCE_SERVICES, key.namespace, key.name)
+        return await self._api.get(INFERENCE_SERVICES, key.namespace, key.name)
 
     async def list_services(self, namespace: str | None) -> tuple[Body, ...]:
-        return await self._list(INFERENCE_SERVICES, namespace)
+        return await self._api.list(INFERENCE_SERVICES, namespace)
 
     async def children(
         self, namespace: str, *, owner_uid: str, selector: Mapping[str, str], planned: Sequence[tuple[str, str]]
@@ -183,7 +83,7 @@ class Cluster:
         owner UID. A planned name that the listing lacks is asked for by itself: it may belong to somebody else, or
         have lost its labels."""
         found: dict[tuple[str, str], ObservedChild] = {}
-        listings = await _gather(*(self._list(kind, namespace, selector) for kind in CHILD_TYPES))
+        listings = await _gather(*(self._api.list(kind, namespace, selector) for kind in CHILD_TYPES))
         for resource, bodies in zip(CHILD_TYPES, listings, strict=True):
             for body in bodies:
                 child = _observed_child(resource, body, owner_uid)
@@ -192,17 +92,17 @@ class Cluster:
         by_kind = {resource.kind: resource for resource in CHILD_TYPES}
         missing = [(by_kind[kind], name) for kind, name in planned if (kind, name) not in found]
         for (resource, name), present in zip(
-            missing, await _gather(*(self._get(kind, namespace, name) for kind, name in missing)), strict=True
+            missing, await _gather(*(self._api.get(kind, namespace, name) for kind, name in missing)), strict=True
         ):
             if present is not None:
                 found[resource.kind, name] = _observed_child(resource, present, owner_uid)
         return tuple(found[name] for name in sorted(found))
 
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
-        return await self._list(PODS, namespace, selector)
+        return await self._api.list(PODS, namespace, selector)
 
     async def replica_sets(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
-        return await self._list(REPLICA_SETS, namespace, selector)
+        return await self._api.list(REPLICA_SETS, namespace, selector)
 
     async def missing_secrets(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         return await self._missing(SECRETS, namespace, names)
@@ -217,7 +117,7 @@ class Cluster:
     async def _exists(self, resource: ResourceType, namespace: str, name: str) -> bool | None:
         """None when we may not know: then the kubelet's own message says what is missing."""
         try:
-            return await self._get(resource, namespace, name, accept=METADATA_ONLY) is not None
+            return await self._api.get(resource, namespace, name, accept=METADATA_ONLY) is not None
         except ClusterError as error:
             if error.fault is Fault.FORBIDDEN:
                 return None
@@ -231,24 +131,16 @@ class Cluster:
         `present` is the object as just read, and it must be ours; None when there was none. An absent one is created
         without force, so a field that somebody else set in the meantime is a CONFLICT rather than ours. A present one
         is applied with its UID, so an object that was replaced in the meantime is a CONFLICT too, and with force: the
-        fields of the manifest are ours, and an edit of one of them by somebody else ends here.
+        fields of the manifest are ours, and an edit of one of them by somebody else ends here (see also `_reset`).
         """
-        resource = _resource_type(manifest)
-        metadata = manifest["metadata"]
-        body: Body = manifest
-        if present is not None:
-            body = {**manifest, "metadata": {**metadata, "uid": present.uid}}
         try:
-            answer = await self._request(
-                "patch",
-                resource,
-                metadata["namespace"],
-                metadata["name"],
-                body=body,
-                content_type=APPLY_PATCH,
-                field_manager=FIELD_MANAGER,
-                force_conflicts="true" if present is not None else "false",
-            )
+            try:
+                answer = await self._apply(manifest, present)
+            except ClusterError as error:
+                if present is None or error.status != 422:
+                    raise
+                await self._reset(manifest, present, error)
+                answer = await self._apply(manifest, present)
         except ClusterError as error:
             if error.fault is Fault.CONFLICT:
                 return ApplyResult(outcome=ApplyOutcome.CONFLICT, message=error.message)
@@ -261,6 +153,49 @@ class Cluster:
         outcome = ApplyOutcome.UNCHANGED if before == after else ApplyOutcome.CHANGED
         return ApplyResult(outcome=outcome, body=answer)
 
+    async def _apply(self, manifest: Body, present: ObservedChild | None) -> Body:
+        metadata = manifest["metadata"]
+        if present is not None:
+            manifest = {**manifest, "metadata": {**metadata, "uid": present.uid}}
+        return await self._api.request(
+            "patch",
+            _resource_type(manifest),
+            metadata["namespace"],
+            metadata["name"],
+            body=manifest,
+            content_type=APPLY_PATCH,
+            field_manager=FIELD_MANAGER,
+            force_conflicts="true" if present is not None else "false",
+        )
+
+    async def _reset(self, manifest: Body, present: ObservedChild, refused: ClusterError) -> None:
+        """Clears the way for an apply that came out invalid because of what somebody else put into our lists.
+
+        An apply merges lists by their keys, so it only adds: after an edit of a Service's port it would ask for two
+        ports of one name, for ever. A merge patch replaces lists whole. Its own ownership of them is taken out again:
+        two owners, and a later apply could not remove an element. Raises `refused` when the manifest itself is invalid.
+        """
+        metadata = manifest["metadata"]
+
+        async def patch(change: Body, resource_version: str) -> Body:
+            identity = {"uid": present.uid, "resourceVersion": resource_version}
+            return await self._api.request(
+                "patch",
+                _resource_type(manifest),
+                metadata["namespace"],
+                metadata["name"],
+                body={**change, "metadata": {**change.get("metadata", {}), **identity}},
+                content_type=MERGE_PATCH,
+                field_manager=RESET_MANAGER,
+            )
+
+        try:
+            answer = await patch({"spec": manifest["spec"]}, present.body["metadata"]["resourceVersion"])
+        except ClusterError as error:
+            raise refused if error.fault is Fault.INVALID else error from refused
+        others = [entry for entry in answer["metadata"]["managedFields"] if entry["manager"] != RESET_MANAGER]
+        await patch({"metadata": {"managedFields": others}}, answer["metadata"]["resourceVersion"])
+
     async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
         """Deletes a child if it is still this very object. False when it was gone or another one already."""
         resource = next(resource for resource in CHILD_TYPES if resource.kind == kind)
@@ -271,7 +206,7 @@ class Cluster:
             "propagationPolicy": "Background",
         }
         try:
-            await self._request("delete", resource, namespace, name, body=options)
+            await self._api.request("delete", resource, namespace, name, body=options)
         except ClusterError as error:
             if error.fault in (Fault.NOT_FOUND, Fault.CONFLICT):
                 return False
@@ -288,7 +223,7 @@ class Cluster:
         if not difference:
             return None
         metadata = service["metadata"]
-        return await self._request(
+        return await self._api.request(
             "patch",
             INFERENCE_SERVICES,
             metadata["namespace"],
@@ -300,88 +235,12 @@ class Cluster:
         )
 
     async def create_event(self, namespace: str, event: Body) -> None:
-        await self._request("create", EVENTS, namespace, body=event, field_manager=FIELD_MANAGER)
+        await self._api.request("create", EVENTS, namespace, body=event, field_manager=FIELD_MANAGER)
 
     async def patch_event(self, namespace: str, name: str, change: Body) -> None:
-        await self._request(
+        await self._api.request(
             "patch", EVENTS, namespace, name, body=change, content_type=MERGE_PATCH, field_manager=FIELD_MANAGER
         )
-
-    # Transport ------------------------------------------------------------------------------------------------------
-
-    async def _get(
-        self, resource: ResourceType, namespace: str, name: str, *, accept: str = "application/json"
-    ) -> Body | None:
-        try:
-            return await self._request("get", resource, namespace, name, header_params={"Accept": accept})
-        except ClusterError as error:
-            if error.fault is Fault.NOT_FOUND:
-                return None
-            raise
-
-    async def _list(
-        self, resource: ResourceType, namespace: str | None, selector: Mapping[str, str] | None = None
-    ) -> tuple[Body, ...]:
-        label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
-        items: list[Body] = []
-        continuation: str | None = None
-        while True:
-            try:
-                page = await self._request(
-                    "list",
-                    resource,
-                    namespace,
-                    label_selector=label_selector,
-                    limit=PAGE_SIZE,
-                    _continue=continuation,
-                )
-            except ClusterError as error:
-                if error.fault is Fault.GONE and continuation is not None:
-                    items, continuation = [], None  # the continuation expired: from the start again
-                    continue
-                raise
-            # The items of a list of a built-in kind come without the two.
-            identity = {"apiVersion": resource.api_version, "kind": resource.kind}
-            items.extend({**identity, **item} for item in page.get("items") or ())
-            continuation = page["metadata"].get("continue") or None
-            if continuation is None:
-                return tuple(items)
-
-    async def _request(
-        self,
-        verb: str,
-        resource: ResourceType,
-        namespace: str | None,
-        name: str | None = None,
-        *,
-        subresource: str | None = None,
-        **parameters: Any,
-    ) -> Body:
-        asked = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
-        assert verb in PERMISSIONS[resource.group, asked], f"kinds.PERMISSIONS lacks {verb} on {asked}"
-        method = {"list": "get", "create": "post"}.get(verb, verb)
-        outcome = "ok"
-        try:
-            response = await self._client.request(
-                method,
-                resource.path(namespace, name, subresource),
-                serialize=False,
-                _request_timeout=self._timeout,
-                **parameters,
-            )
-            body: Body = await response.json()
-        except DynamicApiError as error:
-            fault = _cluster_error(error)
-            outcome = fault.fault.name.lower()
-            raise fault from None
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            outcome = Fault.UNAVAILABLE.name.lower()
-            detail = str(error) or type(error).__name__
-            raise ClusterError(Fault.UNAVAILABLE, f"no answer from the API server: {detail}") from error
-        finally:
-            if self._on_request is not None:
-                self._on_request(verb, resource, outcome)
-        return body
 
 
 def merge_difference(present: Body, wanted: Body) -> dict[str, Any]:

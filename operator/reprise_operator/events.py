@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from reprise_operator.cluster import Cluster, ClusterError
+from reprise_operator.api import ClusterError
+from reprise_operator.cluster import Cluster
 from reprise_operator.settings import FIELD_MANAGER, GROUP, KIND, VERSION
 
 logger = logging.getLogger(__name__)

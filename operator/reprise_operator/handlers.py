@@ -14,7 +14,8 @@ from typing import Any
 import kopf
 from kubernetes.aio.client import Configuration
 
-from reprise_operator.cluster import Key, load_connection
+from reprise_operator.api import load_connection
+from reprise_operator.cluster import Key
 from reprise_operator.kinds import CHILD_TYPES, INFERENCE_SERVICES, PODS, ResourceType
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import MANAGED_BY_SELECTOR, NAME_LABEL, child_name

@@ -1,5 +1,5 @@
 """The kinds of object the operator touches, and every permission it needs: the chart's RBAC is tested against this
-table, and cluster.py refuses to send a request that the table does not list."""
+table, and api.py refuses to send a request that the table does not list."""
 
 from __future__ import annotations
 

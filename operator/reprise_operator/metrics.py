@@ -109,7 +109,9 @@ async def _serve(routes: Mapping[str, Callable[[web.Request], object]], *, host:
     application = web.Application()
     for path, handler in routes.items():
         application.router.add_get(path, handler)  # type: ignore[arg-type]
-    runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        application, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=1.0
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

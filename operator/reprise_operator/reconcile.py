@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, ClusterError, Key
+from reprise_operator.api import ClusterError
+from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.metrics import OperatorMetrics

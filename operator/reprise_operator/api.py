@@ -1,0 +1,185 @@
+"""The connection to the API server: one request, one object, one list; every failure a `ClusterError`.
+
+ClusterError.fault
+├── NOT_FOUND    404
+├── CONFLICT     409: somebody else wrote first, or the object is not the one that was meant (its UID differs)
+├── GONE         410: a list's continuation expired
+├── INVALID      400, 413, 415, 422: this request will never be accepted
+├── FORBIDDEN    401, 403: RBAC, quota, a namespace that terminates
+└── UNAVAILABLE  429, 5xx, time-outs, no connection: the same request may succeed later
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+from kubernetes.aio.dynamic import DynamicClient
+from kubernetes.aio.dynamic.exceptions import DynamicApiError
+
+from reprise_operator.kinds import PERMISSIONS, ResourceType
+
+Body = Mapping[str, Any]
+
+REQUEST_TIMEOUT_SECONDS = 30.0
+PAGE_SIZE = 500
+
+
+class Fault(enum.Enum):
+    NOT_FOUND = "not found"
+    CONFLICT = "conflict"
+    GONE = "gone"
+    INVALID = "invalid"
+    FORBIDDEN = "forbidden"
+    UNAVAILABLE = "unavailable"
+
+
+_FAULTS = {404: Fault.NOT_FOUND, 409: Fault.CONFLICT, 410: Fault.GONE, 401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN}
+
+
+class ClusterError(Exception):
+    """A request to the API server that failed. `message` is the API server's own, or the transport's."""
+
+    def __init__(self, fault: Fault, message: str, *, status: int | None = None, retry_after: float | None = None):
+        super().__init__(message)
+        self.fault = fault
+        self.message = message
+        self.status = status
+        self.retry_after = retry_after
+        """Seconds, where the API server asked for a pause."""
+
+
+RequestObserver = Callable[[str, ResourceType, str], None]
+"""Told each request: verb, kind, and "ok" or the fault's name."""
+
+
+def _retry_after(error: DynamicApiError) -> float | None:
+    try:
+        return float((error.headers or {})["Retry-After"])
+    except (KeyError, ValueError):
+        return None
+
+
+def _cluster_error(error: DynamicApiError) -> ClusterError:
+    message = str(error.reason)
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        message = str(json.loads(error.body or "")["message"]) or message
+    status = int(error.status or 0)
+    default = Fault.INVALID if 400 <= status < 500 and status != 429 else Fault.UNAVAILABLE
+    return ClusterError(_FAULTS.get(status, default), message, status=status or None, retry_after=_retry_after(error))
+
+
+async def load_connection() -> kubernetes_client.Configuration:
+    """The service account of the pod the operator runs in, else $KUBECONFIG or ~/.kube/config."""
+    configuration = kubernetes_client.Configuration()
+    kubeconfig = os.environ.get("KUBECONFIG")
+    if "KUBERNETES_SERVICE_HOST" in os.environ and not kubeconfig:
+        kubernetes_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    else:
+        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig, client_configuration=configuration
+        )
+    return configuration
+
+
+class Api:
+    """One connection pool. Close it, or use it as an async context manager."""
+
+    def __init__(
+        self, configuration: kubernetes_client.Configuration, *, on_request: RequestObserver | None = None
+    ) -> None:
+        self.client = kubernetes_client.ApiClient(configuration)
+        # Only its request methods are used: kinds are known, so discovery would be requests for nothing.
+        self._dynamic = DynamicClient(self.client)  # type: ignore[no-untyped-call]
+        self._timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_SECONDS, sock_connect=10.0)
+        self._on_request = on_request
+
+    async def __aenter__(self) -> Api:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.client.close()  # type: ignore[no-untyped-call]
+
+    async def get(
+        self, resource: ResourceType, namespace: str, name: str, *, accept: str = "application/json"
+    ) -> Body | None:
+        try:
+            return await self.request("get", resource, namespace, name, header_params={"Accept": accept})
+        except ClusterError as error:
+            if error.fault is Fault.NOT_FOUND:
+                return None
+            raise
+
+    async def list(
+        self, resource: ResourceType, namespace: str | None, selector: Mapping[str, str] | None = None
+    ) -> tuple[Body, ...]:
+        label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
+        items: list[Body] = []
+        continuation: str | None = None
+        while True:
+            try:
+                page = await self.request(
+                    "list",
+                    resource,
+                    namespace,
+                    label_selector=label_selector,
+                    limit=PAGE_SIZE,
+                    _continue=continuation,
+                )
+            except ClusterError as error:
+                if error.fault is Fault.GONE and continuation is not None:
+                    items, continuation = [], None  # the continuation expired: from the start again
+                    continue
+                raise
+            # The items of a list of a built-in kind come without the two.
+            identity = {"apiVersion": resource.api_version, "kind": resource.kind}
+            items.extend({**identity, **item} for item in page.get("items") or ())
+            continuation = page["metadata"].get("continue") or None
+            if continuation is None:
+                return tuple(items)
+
+    async def request(
+        self,
+        verb: str,
+        resource: ResourceType,
+        namespace: str | None,
+        name: str | None = None,
+        *,
+        subresource: str | None = None,
+        **parameters: Any,
+    ) -> Body:
+        asked = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
+        assert verb in PERMISSIONS[resource.group, asked], f"kinds.PERMISSIONS lacks {verb} on {asked}"
+        method = {"list": "get", "create": "post"}.get(verb, verb)
+        outcome = "ok"
+        try:
+            response = await self._dynamic.request(
+                method,
+                resource.path(namespace, name, subresource),
+                serialize=False,
+                _request_timeout=self._timeout,
+                **parameters,
+            )
+            body: Body = await response.json()
+        except DynamicApiError as error:
+            fault = _cluster_error(error)
+            outcome = fault.fault.name.lower()
+            raise fault from None
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            outcome = Fault.UNAVAILABLE.name.lower()
+            detail = str(error) or type(error).__name__
+            raise ClusterError(Fault.UNAVAILABLE, f"no answer from the API server: {detail}") from error
+        finally:
+            if self._on_request is not None:
+                self._on_request(verb, resource, outcome)
+        return body

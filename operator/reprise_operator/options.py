@@ -1,0 +1,135 @@
+"""The command line of the operator: flags and environment → Options. And its logs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from reprise_operator.settings import Settings
+
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - the kubelet's probes and Prometheus come to the pod's address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One run of the operator: what the pure half is given, and what only the process needs."""
+
+    settings: Settings
+    host: str = ANY_ADDRESS
+    lease_namespace: str | None = None
+    """Where the lease is kept; None runs without leader election."""
+    log_format: str = "json"
+    log_level: str = "info"
+
+
+def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
+    """Every flag has an environment variable, REPRISE_OPERATOR_ and the flag's name; the flag wins.
+
+    Exits with 2 and a message on stderr when they make no sense.
+    """
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        prog="reprise-operator",
+        allow_abbrev=False,
+        description="The operator of InferenceServices (serving.reprise.io).",
+    )
+    parser.add_argument("--version", action="version", version=f"reprise-operator {version('reprise-operator')}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", allow_abbrev=False, help="run the operator until SIGTERM")
+
+    def add(flag: str, default: object, convert: type, text: str, *names: str) -> None:
+        name = "REPRISE_OPERATOR_" + flag.removeprefix("--").replace("-", "_").upper()
+        # argparse converts a default that is a string, so a bad environment variable is a usage error too.
+        given = environment.get(name, default)
+        help_text = f"{text} [${name}; {default if default not in (None, '') else 'unset'}]".replace("%", "%%")
+        run.add_argument(flag, *names, type=convert, default=given, help=help_text)
+
+    add("--namespace", None, str, "serve this namespace only", "-n")
+    run.add_argument(
+        "-A", "--all-namespaces", action="store_true", help="serve all namespaces (the default is one of the two)"
+    )
+    add("--reprise-image", defaults.reprise_image, str, "image of the reprise runtime where the spec names none")
+    add("--vllm-ascend-image", defaults.vllm_ascend_image, str, "image of the vllm-ascend runtime, likewise")
+    add("--workers", defaults.workers, int, "reconciles at a time")
+    add("--resync-seconds", defaults.resync_seconds, float, "every service is looked at this often without any news")
+    add("--scrape-seconds", defaults.scrape_seconds, float, "how often the engines' /metrics are read")
+    add("--scrape-concurrency", defaults.scrape_concurrency, int, "engines read at a time")
+    add("--scrape-timeout-seconds", defaults.scrape_timeout_seconds, float, "patience with one engine")
+    add("--hit-rate-window-seconds", defaults.hit_rate_window_seconds, float, "window of the hit rate")
+    add(
+        "--status-min-interval-seconds",
+        defaults.status_min_interval_seconds,
+        float,
+        "least time between two writes of a service's figures",
+    )
+    add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
+    add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
+    add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
+    add("--lease-namespace", None, str, "elect a leader by a Lease in this namespace")
+    add("--log-format", "json", str, "json or text")
+    add("--log-level", "info", str, "debug, info, warning or error")
+    values = parser.parse_args(arguments)
+
+    all_namespaces = values.all_namespaces or environment.get("REPRISE_OPERATOR_ALL_NAMESPACES", "").lower() == "true"
+    if bool(values.namespace) == all_namespaces:
+        run.error("say which namespaces to serve: either --namespace NAME or --all-namespaces")
+    for name in ("workers", "resync_seconds", "scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"):
+        if getattr(values, name) <= 0:
+            run.error(f"--{name.replace('_', '-')} is {getattr(values, name)}; it must be above 0")
+    for name, choices in (("log_format", ("json", "text")), ("log_level", ("debug", "info", "warning", "error"))):
+        if getattr(values, name) not in choices:
+            run.error(
+                f"--{name.replace('_', '-')} is {getattr(values, name)!r}; it must be one of {', '.join(choices)}"
+            )
+    return Options(
+        settings=Settings(
+            namespace=values.namespace or None,
+            reprise_image=values.reprise_image,
+            vllm_ascend_image=values.vllm_ascend_image,
+            workers=values.workers,
+            resync_seconds=values.resync_seconds,
+            scrape_seconds=values.scrape_seconds,
+            scrape_concurrency=values.scrape_concurrency,
+            scrape_timeout_seconds=values.scrape_timeout_seconds,
+            hit_rate_window_seconds=values.hit_rate_window_seconds,
+            status_min_interval_seconds=values.status_min_interval_seconds,
+            metrics_port=values.metrics_port,
+            health_port=values.health_port,
+        ),
+        host=values.host,
+        lease_namespace=values.lease_namespace or None,
+        log_format=values.log_format,
+        log_level=values.log_level,
+    )
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, tz=UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure_logging(options: Options) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if options.log_format == "json" else text)
+    logging.basicConfig(level=options.log_level.upper(), handlers=[handler], force=True)
+    if options.log_level != "debug":
+        # kopf tells of every object it sees, aiohttp of every probe.
+        for name in ("kopf.objects", "aiohttp.access"):
+            logging.getLogger(name).setLevel(logging.WARNING)
