@@ -93,9 +93,13 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
 
 
 def current_pods(observed: Observed) -> tuple[ObservedPod, ...]:
-    """Pods of the present template that are meant to stay; all that are not going while the template is unknown."""
-    pods = (pod for pod in observed.pods if not pod.terminating)
-    return tuple(pod for pod in pods if observed.template_hash in (None, pod.template_hash))
+    """Pods of the present template that are meant to stay; none while the template's hash is not known yet.
+
+    What an older template's pod suffers says nothing about the present spec, which may be the cure.
+    """
+    if observed.template_hash is None:
+        return ()
+    return tuple(pod for pod in observed.pods if pod.template_hash == observed.template_hash and not pod.terminating)
 
 
 def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
@@ -179,7 +183,10 @@ _LAST_WORDS = (
         "InsufficientMemory",
         re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),
     ),
-    ("InvalidArguments", re.compile(r"\bConfigError\b|unrecognized arguments|: error: argument ")),
+    (
+        "InvalidArguments",
+        re.compile(r"\bConfigError\b|unrecognized arguments|: error: argument |^reprise[ \w]*: error: ", re.M),
+    ),
 )
 
 

@@ -71,15 +71,19 @@ def selector_string(identity: Identity) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(selector_labels(identity).items()))
 
 
+def reserved_labels(identity: Identity) -> dict[str, str]:
+    """The labels no user may change: the selector, and what the watches look for."""
+    return {**selector_labels(identity), "app.kubernetes.io/managed-by": FIELD_MANAGER}
+
+
 def pod_labels(identity: Identity) -> dict[str, str]:
     """Labels of the pods: the selector's, the recommended ones, and the one the llm-d endpoint picker looks for."""
     return {
-        **selector_labels(identity),
+        **reserved_labels(identity),
         "app.kubernetes.io/name": "inference-service",
         "app.kubernetes.io/instance": child_name(identity),
         "app.kubernetes.io/component": "engine",
         "app.kubernetes.io/part-of": "reprise",
-        "app.kubernetes.io/managed-by": FIELD_MANAGER,
         "llm-d.ai/engine-type": "vllm",
     }
 

@@ -16,7 +16,7 @@ from reprise_operator.children.accelerator import (
 )
 from reprise_operator.children.args import MODEL_MOUNT, engine_args, is_file
 from reprise_operator.children.memory import MemoryPlan
-from reprise_operator.naming import pod_labels
+from reprise_operator.naming import pod_labels, reserved_labels
 from reprise_operator.settings import ENGINE_PORT, Settings
 from reprise_operator.spec import ClaimModel, EnvVar, HostPathModel, InferenceService, Runtime
 
@@ -37,7 +37,8 @@ _API_KEY_ENV = {Runtime.REPRISE: "REPRISE_API_KEY", Runtime.VLLM_ASCEND: "VLLM_A
 def build_pod_template(service: InferenceService, settings: Settings, memory: MemoryPlan) -> dict[str, Any]:
     """metadata and spec of the Deployment's pods."""
     user = service.spec.pod_template
-    metadata: dict[str, Any] = {"labels": {**user.metadata.labels, **pod_labels(service.identity)}}
+    metadata: dict[str, Any] = {"labels": {**pod_labels(service.identity), **user.metadata.labels}}
+    metadata["labels"] |= reserved_labels(service.identity)
     if user.metadata.annotations:
         metadata["annotations"] = dict(user.metadata.annotations)
     volumes, mounts = _volumes(service)

@@ -1,0 +1,327 @@
+"""The CRD: what it promises in writing, and what an API server refuses by it, with which words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from reprise_operator.children.profiles import PROFILES
+from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
+from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, Spec, SpecError, parse
+from tests.contract.apiserver.replay import client_of, install_definitions
+from tests.operator.factories import UID, merged
+from tests.support.apiserver import ApiServer
+
+PROJECT = Path(__file__).resolve().parents[2]
+CRD_FILE = PROJECT / "crds" / "serving.reprise.io_inferenceservices.yaml"
+CRD: dict[str, Any] = yaml.safe_load(CRD_FILE.read_text())
+SCHEMA: dict[str, Any] = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SPEC: dict[str, Any] = SCHEMA["properties"]["spec"]
+STATUS: dict[str, Any] = SCHEMA["properties"]["status"]
+
+
+def at(path: str, schema: Mapping[str, Any] = SPEC) -> dict[str, Any]:
+    """The schema of a field."""
+    for part in path.split("."):
+        schema = schema["properties"][part]
+    return dict(schema)
+
+
+def walk(schema: Mapping[str, Any], path: str = "spec") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield path, schema
+    for key, nested in schema.get("properties", {}).items():
+        yield from walk(nested, f"{path}.{key}")
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield from walk(schema[key], f"{path}[]")
+
+
+# In writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_names() -> None:
+    names = CRD["spec"]["names"]
+    assert CRD["metadata"]["name"] == f"{PLURAL}.{GROUP}"
+    assert (CRD["spec"]["group"], names["kind"], names["plural"]) == (GROUP, KIND, PLURAL)
+    assert names["shortNames"] == ["risvc"]
+    assert CRD["spec"]["versions"][0]["name"] == VERSION
+
+
+def test_it_can_be_applied_with_its_annotation() -> None:
+    """kubectl apply keeps the whole object in an annotation, and those hold at most 262,144 bytes."""
+    assert len(json.dumps(CRD)) < 131_072
+
+
+def test_replicas_is_the_only_default_of_the_spec() -> None:
+    assert [path for path, schema in walk(SPEC) if "default" in schema] == ["spec.replicas"]
+    assert at("replicas")["default"] == 1
+
+
+def test_the_status_says_not_ready_before_the_operator_does() -> None:
+    (condition,) = STATUS["default"]["conditions"]
+    assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "Unknown", "Pending")
+
+
+def test_columns() -> None:
+    columns = {column["name"]: column for column in CRD["spec"]["versions"][0]["additionalPrinterColumns"]}
+    assert [name for name, column in columns.items() if not column.get("priority")] == [
+        *("Ready", "Model", "Prefix-Cache", "Hit%", "Mem-Util", "Replicas", "Age")
+    ]
+    assert columns["URL"]["priority"] == 1
+    assert [columns[name]["type"] for name in ("Prefix-Cache", "Hit%", "Mem-Util")] == ["boolean", "number", "number"]
+
+
+def test_scale() -> None:
+    assert CRD["spec"]["versions"][0]["subresources"] == {
+        "status": {},
+        "scale": {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+    }
+
+
+def test_profiles_are_those_of_the_operator() -> None:
+    assert at("accelerator.profile")["enum"] == list(PROFILES)
+
+
+def test_the_rule_on_extra_arguments_is_the_operators() -> None:
+    (rule,) = at("runtime.extraArgs")["items"]["x-kubernetes-validations"]
+    quoted = RESERVED_PATTERN.replace("\\", "\\\\")
+    assert rule["rule"] == f"!self.matches('{quoted}')"
+    for field in RESERVED_FLAGS.values():
+        assert field.startswith("(") or field in rule["message"]
+        if not field.startswith("("):
+            at(field)
+
+
+def test_a_field_of_a_later_release_says_so() -> None:
+    for path in NOT_YET:
+        assert "Not honoured by this release" in at(path)["description"], path
+
+
+def test_the_schema_and_the_operator_know_the_same_fields() -> None:
+    """A field of the schema is read by spec.py or refused by it by name: none is accepted and ignored."""
+    known = {info.alias or name for name, info in Spec.model_fields.items()}
+    later = {path for path in NOT_YET if "." not in path}
+    assert set(SPEC["properties"]) == known | later
+    for name, info in Spec.model_fields.items():
+        nested = getattr(info.annotation, "model_fields", None)
+        if nested is None:
+            continue
+        section = info.alias or name
+        fields = {field.alias or key for key, field in nested.items()}
+        refused = {path.partition(".")[2] for path in NOT_YET if path.startswith(f"{section}.")}
+        assert set(at(section)["properties"]) == fields | refused, section
+
+
+def test_every_rule_has_a_message() -> None:
+    rules = [rule for _, schema in walk(SCHEMA, "") for rule in schema.get("x-kubernetes-validations", ())]
+    assert len(rules) >= 20
+    assert all(len(rule["message"]) > 10 for rule in rules)
+
+
+# At an API server ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(api_server: ApiServer) -> Iterator[httpx.Client]:
+    """An API server that has the CRD."""
+    with client_of(api_server) as client:
+        install_definitions(client)
+        yield client
+
+
+def manifest(spec: Mapping[str, Any], name: str = "case") -> dict[str, Any]:
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": merged({"model": {"uri": "hostpath:///models/m"}}, spec),
+    }
+
+
+URL = f"/apis/{GROUP}/{VERSION}/namespaces/default/{PLURAL}"
+
+
+def create(server: httpx.Client, body: Mapping[str, Any], **options: str) -> dict[str, Any]:
+    """The object as a dry run would store it."""
+    answer = server.post(URL, params={"dryRun": "All", **options}, json=body)
+    assert answer.status_code == 201, answer.text
+    created: dict[str, Any] = answer.json()
+    created["metadata"] |= {"uid": UID, "namespace": "default"}
+    return created
+
+
+def refusal(server: httpx.Client, body: Mapping[str, Any], **options: str) -> tuple[int, str]:
+    """Status code and message."""
+    answer = server.post(URL, params={"dryRun": "All", **options}, json=body)
+    return answer.status_code, answer.json().get("message", "")
+
+
+VLLM = {"runtime": {"name": "vllm-ascend"}}
+CPU = {"accelerator": {"profile": "cpu"}}
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("scheme", {"model": {"uri": "file:///m"}}, "must be hostpath:///absolute/path"),
+    ("relative path", {"model": {"uri": "hostpath://m"}}, "must be hostpath:///absolute/path"),
+    ("dots", {"model": {"uri": "pvc://m/../etc"}}, "must not contain '..'"),
+    ("served name", {"model": {"servedName": "--port"}}, "must not start with '-'"),
+    ("length", {"model": {"maxModelLen": 0}}, "greater than or equal to 1"),
+    ("dtype", {"model": {"dtype": "int4"}}, 'supported values: "auto"'),
+    ("utilization high", {"memory": {"utilization": 0.99}}, "must be above 0 and at most 0.98"),
+    ("utilization zero", {"memory": {"utilization": 0}}, "must be above 0 and at most 0.98"),
+    ("floor", {"memory": {"utilization": 0.8, "floor": 0.9}}, "floor must not be above utilization"),
+    (
+        "chunked prefill with caching",
+        {**VLLM, "model": {"maxModelLen": 4096}, "chunkedPrefill": {"enabled": True}},
+        "vllm-ascend cannot combine prefix caching",
+    ),
+    (
+        "chunked prefill with caching, said",
+        {
+            **VLLM,
+            "model": {"maxModelLen": 4096},
+            "prefixCaching": {"enabled": True},
+            "chunkedPrefill": {"enabled": True},
+        },
+        "vllm-ascend cannot combine prefix caching",
+    ),
+    ("no length", VLLM, "needs model.maxModelLen of at most 65536"),
+    ("long", {**VLLM, "model": {"maxModelLen": 65_537}}, "needs model.maxModelLen of at most 65536"),
+    ("vllm-ascend on a cpu", {**VLLM, **CPU, "prefixCaching": {"enabled": False}}, "vllm-ascend needs an NPU"),
+    ("whole prompts", {"chunkedPrefill": {"enabled": False}}, "needs model.maxModelLen"),
+    ("flag=value", {"runtime": {"extraArgs": ["--seed=1", "--port=1"]}}, "repeats a flag that the operator sets"),
+    ("flag value", {"runtime": {"extraArgs": ["--gpu-memory-utilization", "0.5"]}}, "memory.utilization"),
+    ("underscores", {"runtime": {"extraArgs": ["--max_model_len=5"]}}, "repeats a flag"),
+    ("mixed", {"runtime": {"extraArgs": ["--enable-prefix_caching"]}}, "repeats a flag"),
+    ("negated", {"runtime": {"extraArgs": ["--no-enable-prefix-caching"]}}, "prefixCaching.enabled"),
+    ("short", {"runtime": {"extraArgs": ["-tp", "2"]}}, "accelerator.count"),
+    ("too many arguments", {"runtime": {"extraArgs": ["x"] * 65}}, "must have at most 64 items"),
+    ("variable twice", {"runtime": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}, "Duplicate"),
+    (
+        "value and source",
+        {"runtime": {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]}},
+        "give value or valueFrom, not both",
+    ),
+    ("quantity", {"runtime": {"resources": {"limits": {"memory": "16 GB"}}}}, "must be a quantity"),
+    ("negative quantity", {"runtime": {"resources": {"limits": {"memory": -1}}}}, "must be a quantity"),
+    ("block", {"prefixCaching": {"blockSize": 16}}, "must be 128, 256, 384 or 512"),
+    (
+        "two volumes",
+        {"prefixCaching": {"persistence": {"claimName": "a", "size": "1Gi"}}},
+        "give either claimName",
+    ),
+    ("one volume, two pods", {"replicas": 2, "prefixCaching": {"persistence": {"claimName": "a"}}}, "one volume"),
+    ("warm-up", {"prefixCaching": {"warmup": {}}}, "give either prompts or configMapKeyRef"),
+    ("disruption", {"disruption": {"minAvailable": 1, "maxUnavailable": "10%"}}, "give either minAvailable"),
+    ("bounds", {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not be above maxReplicas"),
+    ("two deciders", {"replicas": 9, "autoscaling": {"maxReplicas": 2}}, "with autoscaling leave replicas out"),
+    ("replicas", {"replicas": -1}, "greater than or equal to 0"),
+    ("profile", {"accelerator": {"profile": "gpu"}}, 'supported values: "cpu"'),
+    ("devices of a cpu", {"accelerator": {"profile": "cpu", "count": 1}}, "has no device"),
+    ("resource", {"accelerator": {"resourceName": "npu"}}, "such as huawei.com/Ascend910"),
+    ("port", {"service": {"port": 70_000}}, "less than or equal to 65535"),
+    (
+        "selector",
+        {"podTemplate": {"metadata": {"labels": {"serving.reprise.io/name": "x"}}}},
+        "are the operator's own",
+    ),
+]
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"model": {"uri": "hf://Qwen/Qwen3-8B@main"}},
+    {"model": {"uri": "s3://bucket/a/b"}},
+    {"model": {"uri": "pvc://claim"}},
+    {"memory": {"utilization": 0.98}},
+    {**VLLM, "model": {"maxModelLen": 65_536}},
+    {**VLLM, "prefixCaching": {"enabled": False}, "chunkedPrefill": {"enabled": True}},
+    {"chunkedPrefill": {"enabled": True}, "model": {"maxModelLen": 1_000_000}},
+    {"runtime": {"extraArgs": ["--max-num-seqs", "3", "--ports=2", '{"port": 1}', ""]}},
+    {"runtime": {"resources": {"limits": {"cpu": 4, "memory": "16Gi", "ephemeral-storage": "1.5e3"}}}},
+    {"prefixCaching": {"blockSize": 16}, **CPU},
+    {"replicas": 0},
+    {"replicas": 3, "autoscaling": {"minReplicas": 2, "maxReplicas": 4}},
+    {"podTemplate": {"affinity": {"nodeAffinity": {"x": [1]}}, "volumes": [{"name": "a", "emptyDir": {}}]}},
+]
+
+
+@pytest.mark.parametrize(("spec", "words"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_refused_with_words_that_help(server: httpx.Client, spec: dict[str, Any], words: str) -> None:
+    code, message = refusal(server, manifest(spec))
+    assert code == 422
+    assert words in message
+
+
+@pytest.mark.parametrize("spec", ACCEPTED, ids=lambda spec: json.dumps(spec)[:60])
+def test_accepted(server: httpx.Client, spec: dict[str, Any]) -> None:
+    created = create(server, manifest(spec))
+    assert created["spec"] == {"replicas": 1} | manifest(spec)["spec"], "something was pruned or defaulted"
+    assert created["status"] == STATUS["default"]
+
+
+def test_a_model_is_required(server: httpx.Client) -> None:
+    code, message = refusal(server, {**manifest({}), "spec": {"replicas": 1}})
+    assert code == 422
+    assert "spec.model: Required value" in message
+
+
+def test_a_misspelt_field_is_refused_by_strict_validation(server: httpx.Client) -> None:
+    code, message = refusal(server, manifest({"prefixCache": {"enabled": True}}), fieldValidation="Strict")
+    assert code == 400
+    assert 'unknown field "spec.prefixCache"' in message
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_are_accepted_and_honoured(server: httpx.Client, path: Path) -> None:
+    created = create(server, yaml.safe_load(path.read_text()), fieldValidation="Strict")
+    assert parse(created).spec.model.uri == created["spec"]["model"]["uri"]
+
+
+def test_what_the_api_server_accepts_the_operator_reads(server: httpx.Client) -> None:
+    """Each accepted spec is honoured or refused by name, never a surprise."""
+    refused = []
+    for spec in ACCEPTED:
+        try:
+            parse(create(server, manifest(spec)))
+        except SpecError as error:
+            refused.append((spec, error.reason))
+    schemes = ("hf:", "s3:")
+    later = [
+        spec for spec in ACCEPTED if "autoscaling" in spec or spec.get("model", {}).get("uri", "").startswith(schemes)
+    ]
+    assert refused == [(spec, "NotSupported") for spec in later]
+
+
+def test_null_is_unset_and_unset_is_on(server: httpx.Client) -> None:
+    created = create(server, manifest({"prefixCaching": {"enabled": None}}))
+    assert created["spec"]["prefixCaching"] == {}
+    assert parse(created).prefix_caching is True
+
+
+def test_status_and_scale(server: httpx.Client) -> None:
+    url = f"{URL}/case-scale"
+    patch = {"Content-Type": "application/merge-patch+json"}
+    assert server.post(URL, json=manifest({}, "case-scale")).status_code == 201
+    try:
+        status = {"replicas": 1, "selector": "serving.reprise.io/name=case-scale"}
+        written = server.patch(f"{url}/status", headers=patch, content=json.dumps({"status": status})).json()
+        assert written["status"]["replicas"] == 1
+        assert written["metadata"]["generation"] == 1
+        scale = server.get(f"{url}/scale").json()
+        assert scale["spec"] == {"replicas": 1}
+        assert scale["status"] == status
+        server.patch(f"{url}/scale", headers=patch, content=json.dumps({"spec": {"replicas": 3}})).raise_for_status()
+        scaled = server.get(url).json()
+        assert scaled["spec"]["replicas"] == 3
+        assert scaled["metadata"]["generation"] == 2
+    finally:
+        server.delete(url).raise_for_status()
