@@ -13,10 +13,11 @@ import logging
 from dataclasses import dataclass
 
 import aiohttp
-from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client import ApiClient, V1Lease, V1ObjectMeta
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.leaderelection.electionconfig import Config
 from kubernetes.aio.leaderelection.leaderelection import LeaderElection
+from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,25 @@ class LeaseTimes:
     period: float = 2.0
 
 
+class _Lock(LeaseLock):
+    """LeaseLock.create of kubernetes 37.0 passes pretty=True where its own client takes a string, and fails always."""
+
+    async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
+        lease = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
+        try:
+            await self.api_instance.create_namespaced_lease(namespace, lease)
+        except ApiException as error:
+            logger.warning("lease %s/%s was not created: %s", namespace, name, error.reason)
+            return False
+        return True
+
+
 class Leadership:
     def __init__(
         self, api: ApiClient, *, namespace: str, name: str, identity: str, times: LeaseTimes | None = None
     ) -> None:
         self._times = times or LeaseTimes()
-        self._lock = LeaseLock(name, namespace, identity, api)
+        self._lock = _Lock(name, namespace, identity, api)
         self._election = LeaderElection(
             Config(
                 self._lock,
