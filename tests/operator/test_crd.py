@@ -15,7 +15,8 @@ from reprise_operator.children.profiles import PROFILES
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, Spec, SpecError, parse
 from tests.contract.apiserver.replay import client_of, install_definitions
-from tests.operator.factories import UID, merged
+from tests.operator.factories import NOW, UID, merged, metrics, observed, planned, pod, status_of, window
+from tests.operator.golden import inputs, output
 from tests.support.apiserver import ApiServer
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -325,3 +326,43 @@ def test_status_and_scale(server: httpx.Client) -> None:
         assert scaled["metadata"]["generation"] == 2
     finally:
         server.delete(url).raise_for_status()
+
+
+def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
+    """A field of status.py that the schema lacks would be pruned, and written again for ever."""
+    plan = planned({"memory": {"utilization": 0.8}})
+    hits = window().observe([pod(metrics=metrics(at=NOW - 30))])
+    served = pod(metrics=metrics(queries=2000, hits=1500))
+    status = status_of(plan, observed(plan, served), hits=hits.observe([served]))
+    assert {"prefixCache", "memory", "engine", "conditions"} <= set(status)
+    url = f"{URL}/case-status"
+    patch = {"Content-Type": "application/merge-patch+json"}
+    assert server.post(URL, json=manifest({}, "case-status")).status_code == 201
+    try:
+        written = server.patch(f"{url}/status", headers=patch, content=json.dumps({"status": status}))
+        assert written.status_code == 200, written.text
+        assert written.json()["status"] == status
+        table = server.get(url, headers={"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"}).json()
+        columns = [column["name"] for column in table["columnDefinitions"]]
+        row = dict(zip(columns, table["rows"][0]["cells"], strict=True))
+        assert row["Ready"] == "True"
+        assert row["Model"] == "qwen"
+        assert row["Prefix-Cache"] is True
+        assert (row["Hit%"], row["Mem-Util"], row["Replicas"]) == (75, 0.8, 1)
+        assert (row["URL"], row["Reason"]) == ("http://qwen.llm.svc:8000/v1", "Ready")
+    finally:
+        server.delete(url).raise_for_status()
+
+
+@pytest.mark.parametrize("name", inputs())
+def test_children_are_accepted_by_server_side_apply(server: httpx.Client, name: str) -> None:
+    for child in yaml.safe_load_all(output(name).read_text()):
+        child["metadata"]["namespace"] = "default"
+        group = "api/v1" if child["apiVersion"] == "v1" else f"apis/{child['apiVersion']}"
+        answer = server.patch(
+            f"/{group}/namespaces/default/{child['kind'].lower()}s/{child['metadata']['name']}",
+            params={"fieldManager": "reprise-operator", "dryRun": "All", "fieldValidation": "Strict"},
+            headers={"Content-Type": "application/apply-patch+yaml"},
+            content=json.dumps(child),
+        )
+        assert answer.status_code == 201, answer.text
