@@ -206,7 +206,7 @@ def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagno
         )
     if failure.reason == "FailedMount":
         return _stalled("VolumeMountFailed", f"{where}: {words}")
-    if failure.reason == "OOMKilled" or (failure.exit_code == 137 and not words):
+    if "OOMKilled" in (failure.reason, failure.terminated_reason):
         return _stalled(
             "OutOfMemory",
             f"{where} was killed for using more than its host memory (exit code 137): raise or remove "

@@ -57,6 +57,7 @@ def observed_pod(body: Body) -> ObservedPod:
         terminating="deletionTimestamp" in metadata,
         template_hash=(metadata.get("labels") or {}).get(TEMPLATE_HASH_LABEL),
         started_at=_seconds(status.get("startTime")),
+        created_at=_seconds(metadata.get("creationTimestamp")),
         scheduled=is_scheduled,
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
@@ -129,6 +130,7 @@ def _failure(container: Body, *, init: bool) -> ContainerFailure | None:
         reason=reason,
         message=words,
         exit_code=(last or {}).get("exitCode"),
+        terminated_reason=(last or {}).get("reason"),
         restart_count=restarts,
         init=init,
     )

@@ -45,6 +45,8 @@ class ContainerFailure:
     message: str = ""
     """The waiting message, or the termination message (our engine's last words)."""
     exit_code: int | None = None
+    terminated_reason: str | None = None
+    """Reason of the last termination (OOMKilled, Error …), also while `reason` is CrashLoopBackOff."""
     restart_count: int = 0
     init: bool = False
 

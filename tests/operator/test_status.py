@@ -206,6 +206,18 @@ FAILURES: list[tuple[str, ContainerFailure, str, str]] = [
         "resources.limits.memory",
     ),
     (
+        "host memory, waiting",
+        ContainerFailure(
+            container="engine",
+            reason="CrashLoopBackOff",
+            terminated_reason="OOMKilled",
+            exit_code=137,
+            message="INFO ok",
+        ),
+        "OutOfMemory",
+        "resources.limits.memory",
+    ),
+    (
         "device memory",
         ContainerFailure(
             container="engine",
