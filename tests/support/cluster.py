@@ -22,6 +22,10 @@ from tests.support.node_thread import RunningNode, running_node
 PROJECT = Path(__file__).resolve().parents[2]
 CRD = PROJECT / "crds" / "serving.reprise.io_inferenceservices.yaml"
 ENGINE_IMAGE = "ghcr.io/reprise/reprise-engine"
+OPERATOR_ARGS = (
+    *("--all-namespaces", "--host", "127.0.0.1", "--metrics-port", "0", "--health-port", "0"),
+    *("--log-format", "text"),
+)
 
 
 def engine_image() -> Image:
@@ -43,7 +47,8 @@ class ClusterConfig:
     host_paths: Mapping[str, Path] = field(default_factory=dict)
     images: Mapping[str, Image] = field(default_factory=lambda: {ENGINE_IMAGE: engine_image()})
     quick: bool = True
-    operator_args: tuple[str, ...] = ("--all-namespaces",)
+    operator_args: tuple[str, ...] = ()
+    """Beside those that let several operators run on one machine."""
     operator_env: Mapping[str, str] = field(default_factory=dict)
     operator_kubeconfig: Path | None = None
     """Another way for the operator to the same API server (a recording proxy, for instance)."""
@@ -80,7 +85,7 @@ class OperatorProcess:
             return
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reprise_operator", "run", *self._args],
+                [sys.executable, "-m", "reprise_operator", "run", *OPERATOR_ARGS, *self._args],
                 cwd=PROJECT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env, "KUBECONFIG": str(self._kubeconfig)},
                 stdin=subprocess.DEVNULL,

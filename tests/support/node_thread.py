@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.background import background
 from tests.support.kubectl import eventually
 from tests.support.node import Node, NodeConfig, Subnet
 from tests.support.node_client import Credentials, Informer, KubeClient
@@ -41,42 +41,17 @@ class RunningNode:
         return path.read_text(errors="replace") if path is not None and path.exists() else ""
 
 
-@contextlib.contextmanager
 def running_node(
     kubeconfig: Path, config: NodeConfig, *, on_services: Callable[[Mapping[str, str]], None] | None = None
-) -> Iterator[RunningNode]:
+) -> AbstractContextManager[RunningNode]:
     """A registered node; on exit every process of every pod is gone. `on_services`: told when Services come and go."""
-    ready: Future[tuple[RunningNode, asyncio.Event]] = Future()
-    loop = asyncio.new_event_loop()
-
-    def main() -> None:
-        try:
-            loop.run_until_complete(_serve(kubeconfig, config, ready, on_services))
-        except BaseException as error:  # told to the caller's thread, which raises it
-            if ready.done():
-                raise
-            ready.set_exception(error)
-
-    thread = threading.Thread(target=main, name="node")
-    thread.start()
-    try:
-        running, stop = ready.result(timeout=60)
-        try:
-            yield running
-        finally:
-            loop.call_soon_threadsafe(stop.set)
-    finally:
-        thread.join(timeout=60)
-        loop.close()
+    return background(lambda: _serve(kubeconfig, config, on_services), name="node")
 
 
+@contextlib.asynccontextmanager
 async def _serve(
-    kubeconfig: Path,
-    config: NodeConfig,
-    ready: Future[tuple[RunningNode, asyncio.Event]],
-    on_services: Callable[[Mapping[str, str]], None] | None,
-) -> None:
-    stop = asyncio.Event()
+    kubeconfig: Path, config: NodeConfig, on_services: Callable[[Mapping[str, str]], None] | None
+) -> AsyncIterator[RunningNode]:
     async with contextlib.AsyncExitStack() as stack:
         subnet = stack.enter_context(contextlib.closing(Subnet()))
         client = await stack.enter_async_context(KubeClient(Credentials.from_kubeconfig(kubeconfig)))
@@ -87,8 +62,7 @@ async def _serve(
         informers = [asyncio.create_task(informer.run()) for informer in (pods, services)]
         stack.push_async_callback(_cancel, informers)
         await asyncio.wait_for(asyncio.gather(pods.synced.wait(), services.synced.wait()), 30)
-        ready.set_result((RunningNode(node=node, proxy=proxy), stop))
-        await stop.wait()
+        yield RunningNode(node=node, proxy=proxy)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
