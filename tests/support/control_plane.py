@@ -12,12 +12,11 @@ import socket
 import ssl
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import yaml
 
 from .kube_assets import KubeAssets
@@ -163,11 +162,10 @@ def _program(folder: Path, argv: list[str]) -> Iterator[_Program]:
             process.wait()
 
 
-def _get(url: str, token: str, authority: Path) -> bytes:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+def _get(url: str, token: str, authority: Path) -> str:
     context = ssl.create_default_context(cafile=str(authority))
-    with urllib.request.urlopen(request, timeout=5, context=context) as answer:
-        return bytes(answer.read())
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=5, verify=context)
+    return answer.raise_for_status().text
 
 
 def _wait_ready(url: str, token: str, authority: Path, programs: list[_Program]) -> None:
@@ -179,7 +177,7 @@ def _wait_ready(url: str, token: str, authority: Path, programs: list[_Program])
         try:
             _get(f"{url}/readyz", token, authority)
             _get(f"{url}/api/v1/namespaces/default", token, authority)  # created shortly after readyz says ok
-        except (urllib.error.URLError, OSError) as error:
+        except (httpx.HTTPError, OSError) as error:
             reason = error
             time.sleep(0.1)
         else:

@@ -47,7 +47,7 @@ class KubeAssets:
 
 
 def find_kube_assets() -> KubeAssets | None:
-    """The first folder of the convention that holds a kube-apiserver, with its etcd or that on PATH, if there is one."""
+    """The first folder of the convention that holds a kube-apiserver, with its etcd or the one on PATH; or None."""
     configured = os.environ.get("KUBEBUILDER_ASSETS")
     for folder in [*([Path(configured)] if configured else []), Path("/usr/local/kubebuilder/bin"), CACHE]:
         apiserver, manager = folder / "kube-apiserver", folder / "kube-controller-manager"
@@ -83,7 +83,10 @@ def unpack(archive: bytes, *, expected_sha512: str, into: Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         for name in MEMBERS:
-            member = tar.extractfile(f"controller-tools/envtest/{name}")
+            try:
+                member = tar.extractfile(f"controller-tools/envtest/{name}")
+            except KeyError:
+                member = None
             if member is None:
                 raise AssetsUnavailable(f"kube-assets: the archive has no controller-tools/envtest/{name}")
             part = into / f"{name}.part"
