@@ -159,7 +159,10 @@ def main() -> int:
     os.set_inheritable(lifeline, False)
     threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
     with Connection(socket) as connection:
-        return serve(connection)
+        try:
+            return serve(connection)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0  # the API process went while the model was loading, or before
 
 
 if __name__ == "__main__":

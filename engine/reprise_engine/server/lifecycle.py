@@ -49,7 +49,7 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-class _Stop:
+class Stop:
     """SIGTERM and SIGINT. The first asks for a drain, the second for an end at once."""
 
     def __init__(self) -> None:
@@ -106,8 +106,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(options: ServerOptions, listener: socket.socket) -> int:
-    """Steps 2 to 5 on a bound socket. Raises the RepriseError by which the start failed, or EngineDead."""
+async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop | None = None) -> int:
+    """Steps 2 to 5 on a bound socket. Raises the RepriseError by which the start failed, or EngineDead.
+
+    In the main thread the signals drive `stop`; elsewhere its owner does, on this event loop.
+    """
     names = options.served_names or (options.engine.model.model,)
     state = ServerState(
         model=options.engine.model.model,
@@ -115,7 +118,7 @@ async def serve(options: ServerOptions, listener: socket.socket) -> int:
         metrics=Metrics(names[0]),
         force_include_usage=options.force_include_usage,
     )
-    stop = _Stop()
+    stop = stop or Stop()
     async with _http(state, options, listener) as http:
         with stop.listening():
             engine = EngineClient(
@@ -159,7 +162,7 @@ async def _http(state: ServerState, options: ServerOptions, listener: socket.soc
         await serving
 
 
-async def _load(state: ServerState, options: ServerOptions, engine: EngineClient, stop: _Stop) -> bool:
+async def _load(state: ServerState, options: ServerOptions, engine: EngineClient, stop: Stop) -> bool:
     """Tokenizer and engine side by side; the first error ends both. False when told to stop meanwhile."""
     loading = asyncio.create_task(_load_both(options, engine))
     stopping = asyncio.create_task(stop.asked.wait())
@@ -209,7 +212,7 @@ def _load_text(options: ServerOptions) -> tuple[Tokenizer, SamplingDefaults]:
 
 
 async def _until_stopped(
-    state: ServerState, engine: EngineClient, stop: _Stop, http: _HttpServer, drain_seconds: float
+    state: ServerState, engine: EngineClient, stop: Stop, http: _HttpServer, drain_seconds: float
 ) -> int:
     """Step 4 and 5. Raises EngineDead when the engine process dies."""
     died = asyncio.create_task(engine.wait_ended())
