@@ -331,7 +331,9 @@ def test_a_failing_pod_of_the_older_template_says_nothing_about_the_cure() -> No
         status=deployment_status(replicas=2, updated=1, ready=0, available=0),
     )
     assert kstatus(status_of(plan, seen)) == RECONCILING
-    assert kstatus(status_of(plan, replace(seen, template_hash=None))) == RECONCILING
+    stray = replace(pod("stray", ready=False, failures=[FAILURES[0][1]]), template_hash=None)
+    unknown = replace(seen, template_hash=None, pods=(*seen.pods, stray))
+    assert kstatus(status_of(plan, unknown)) == RECONCILING
 
 
 def test_a_bad_image_beside_a_serving_pod_is_stalled_and_available() -> None:
@@ -456,6 +458,12 @@ def test_until_a_new_pod_is_ready_the_old_ones_are_reported() -> None:
     assert status_of(plan, observed(plan, old, new))["prefixCache"]["enabled"] is True
     ready = pod("qwen-new", metrics=metrics(enabled=False))
     assert status_of(plan, observed(plan, old, ready))["prefixCache"] == {"enabled": False}
+
+
+def test_once_a_new_pod_is_ready_the_old_ones_count_no_more() -> None:
+    plan = planned()
+    old = pod("qwen-old", template=OLD, metrics=metrics(enabled=False))
+    assert status_of(plan, observed(plan, old, pod("qwen-new", metrics=metrics())))["prefixCache"]["enabled"] is True
 
 
 def test_no_traffic_is_no_figure() -> None:
