@@ -106,6 +106,9 @@ class EngineClient:
         return self.resolved
 
     def _spawn(self) -> None:
+        environment = dict(os.environ)
+        if not sys.stderr.isatty():
+            environment.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars make a mess of a log
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         try:
@@ -113,6 +116,7 @@ class EngineClient:
                 [sys.executable, "-m", "reprise_engine.process", str(theirs.fileno()), str(lifeline_read)],
                 pass_fds=(theirs.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
+                env=environment,
             )
         finally:
             theirs.close()

@@ -107,8 +107,10 @@ def describe(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """("body", "messages", 0, "role") → "messages[0].role"."""
+    """("body", "messages", 0, "role") → "messages[0].role". Tags of unions ("@…") are no part of it."""
     path = ""
     for part in location[1:] if location and location[0] == "body" else location:
+        if isinstance(part, str) and part.startswith("@"):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -116,6 +117,10 @@ class Body(BaseModel):
         return kept
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -137,7 +142,7 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[list[NonEmpty], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -163,9 +168,7 @@ class GenerationBody(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(self.stop or ())
 
 
 class ChatMessageBody(Body):
@@ -299,11 +302,11 @@ class TokenizeChatBody(ChatPrompt):
 
 
 def _tokenize_kind(data: Any) -> str:
-    return "messages" if isinstance(data, dict) and "messages" in data else "prompt"
+    return "@messages" if isinstance(data, dict) and "messages" in data else "@prompt"
 
 
 TokenizeBody = Annotated[
-    Annotated[TokenizeTextBody, Tag("prompt")] | Annotated[TokenizeChatBody, Tag("messages")],
+    Annotated[TokenizeTextBody, Tag("@prompt")] | Annotated[TokenizeChatBody, Tag("@messages")],
     Discriminator(_tokenize_kind),
 ]
 """A conversation where there are `messages`, else a text: so a complaint is about what was meant."""

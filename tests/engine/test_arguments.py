@@ -1,0 +1,152 @@
+"""The flags of the server: vLLM's names, defaults and meanings."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from reprise_engine.entrypoints.arguments import (
+    build_api_server_parser,
+    build_parser,
+    number_with_suffix,
+    server_options,
+)
+from reprise_engine.errors import ConfigError
+from reprise_engine.server.options import ServerOptions
+
+
+def options(*arguments: str, environment: dict[str, str] | None = None) -> ServerOptions:
+    return server_options(build_parser().parse_args(["serve", *arguments]), environment or {})
+
+
+def test_the_defaults_are_vllms() -> None:
+    default = options("m")
+    assert default.engine.model.model == "m"
+    assert (default.host, default.port) == ("0.0.0.0", 8000)
+    assert default.engine.cache.enable_prefix_caching is True
+    assert default.engine.scheduler.enable_chunked_prefill is True
+    assert default.engine.cache.gpu_memory_utilization == 0.9
+    assert default.engine.model.max_model_len is None
+    assert (default.engine.model.dtype, default.engine.device) == ("auto", "auto")
+    assert default.api_keys == ()
+
+
+def test_every_flag_reaches_its_field() -> None:
+    made = options(
+        *("m", "--served-model-name", "a", "b", "--port=9", "--host", "::1", "--tokenizer", "t", "--revision", "r"),
+        *("--dtype", "float16", "--max-model-len", "32k", "--device", "cpu", "--seed", "7", "--block-size", "32"),
+        *("--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "9"),
+        *("--kv-cache-memory-bytes", "1.5G", "--max-num-seqs", "3", "--max-num-batched-tokens", "4K"),
+        *("--enable-chunked-prefill", "--api-key", "k1", "k2", "--chat-template", "c", "--generation-config", "vllm"),
+        *("--override-generation-config", '{"temperature": 0.5}', "--enable-force-include-usage"),
+        *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256"),
+        *("--enable-prompt-tokens-details", "--tensor-parallel-size", "1"),
+    )
+    model, cache, scheduler = made.engine.model, made.engine.cache, made.engine.scheduler
+    assert (model.tokenizer, model.revision, model.dtype, model.max_model_len, model.seed) == (
+        *("t", "r", "float16"),
+        *(32_000, 7),
+    )
+    assert (cache.enable_prefix_caching, cache.block_size, cache.gpu_memory_utilization) == (False, 32, 0.5)
+    assert (cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes) == (9, 1.5 * 2**30)
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 4096)
+    assert (made.served_names, made.host, made.port, made.engine.device) == (("a", "b"), "::1", 9, "cpu")
+    assert (made.api_keys, made.chat_template, made.generation_config) == (("k1", "k2"), "c", "vllm")
+    assert (made.override_generation_config, made.force_include_usage) == ({"temperature": 0.5}, True)
+    assert (made.shutdown_timeout, made.log_level) == (3.0, "debug")
+
+
+def test_underscores_are_dashes_and_values_stay_as_they_are() -> None:
+    made = options("--model=my_model", "--max_model_len=5", "--served_model_name", "a_b", "--no_enable_prefix_caching")
+    assert (made.engine.model.model, made.engine.model.max_model_len) == ("my_model", 5)
+    assert (made.served_names, made.engine.cache.enable_prefix_caching) == (("a_b",), False)
+
+
+def test_the_module_of_vllms_name_takes_the_same_flags() -> None:
+    parsed = build_api_server_parser().parse_args(["--model=facebook/opt-125m", "--no-enable-prefix-caching"])
+    made = server_options(parsed, {})
+    assert (made.engine.model.model, made.engine.cache.enable_prefix_caching) == ("facebook/opt-125m", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4096", 4096), ("1k", 1000), ("32K", 32768), ("25.6k", 25600), ("2M", 2097152), ("1g", 10**9)]
+)
+def test_numbers_have_suffixes(text: str, number: int) -> None:
+    assert number_with_suffix(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "-3", "1kk", "0x10", "1 k"])
+def test_other_numbers_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        number_with_suffix(text)
+
+
+def test_max_model_len_may_be_automatic() -> None:
+    assert options("m", "--max-model-len", "auto").engine.model.max_model_len is None
+
+
+def test_keys_come_from_the_environment_too_and_never_show() -> None:
+    made = options("m", "--api-key", "a", environment={"VLLM_API_KEY": "b", "REPRISE_API_KEY": "c\n"})
+    assert set(made.api_keys) == {"a", "b", "c"}
+    assert "api_keys" not in repr(made)
+    with pytest.raises(ConfigError, match="REPRISE_API_KEY is set, but empty"):
+        options("m", environment={"REPRISE_API_KEY": " "})
+    with pytest.raises(ConfigError, match="--api-key is empty"):
+        options("m", "--api-key", "")
+
+
+def test_without_chunked_prefill_a_whole_prompt_fits_into_one_step() -> None:
+    made = options("m", "--no-enable-chunked-prefill", "--max-model-len", "9000")
+    assert made.engine.scheduler.max_num_batched_tokens == 9000
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens is 512; .* at least --max-model-len \(9000\)"):
+        options("m", "--no-enable-chunked-prefill", "--max-model-len", "9000", "--max-num-batched-tokens", "512")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no model is named"),
+        (["m", "--model", "n"], "two models are named, 'm' and --model 'n'"),
+        (["m", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization is 1.5"),
+        (["m", "--gpu-memory-utilization", "nan"], "--gpu-memory-utilization is nan"),
+        (["m", "--block-size", "0"], "--block-size is 0"),
+        (["m", "--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        (["m", "--tensor-parallel-size", "2"], "--tensor-parallel-size is 2; only 1"),
+        (["m", "--no-enable-prompt-tokens-details"], "cached tokens are always told"),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_config_errors(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        options(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["m", "--no-such-flag"], "unknown argument '--no-such-flag'"),
+        (["m", "extra"], "unknown argument 'extra'"),
+        (["m", "--enable-prefix"], "unknown argument '--enable-prefix'"),  # no abbreviations
+        (["m", "--max-num-batched", "5"], "unknown argument"),
+        (["m", "--tool-call-parser", "hermes"], "--tool-call-parser is not supported: tool calling"),
+        (["m", "--reasoning_parser=qwen3"], "--reasoning-parser is not supported"),
+        (["m", "--kv-events-config", "{}"], "--kv-events-config is not supported"),
+        (["m", "--port", "70000"], "'70000' is not a port"),
+        (["m", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["m", "--max-model-len", "0"], "'0' must be at least 1, or auto"),
+        (["m", "--max-model-len", "many"], "'many' is not a number such as"),
+        (["m", "--override-generation-config", "[]"], "is not a JSON object"),
+        (["m", "--prefix-caching-hash-algo", "md5"], "invalid choice: 'md5'"),
+        (["m", "--shutdown-timeout", "-1"], "not a number of seconds"),
+    ],
+)
+def test_wrong_flags_exit_with_2_and_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["serve", *arguments])
+    assert ended.value.code == 2
+    errors: Any = capsys.readouterr().err
+    assert words in errors
+    assert errors.count("\n") == 1
