@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reprise_operator.settings import FIELD_MANAGER, GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
-    from reprise_operator.spec import Identity
+    from reprise_operator.resource import Identity
 
 MAX_NAME = 63
 HASH_LENGTH = 8

@@ -10,8 +10,8 @@ from reprise_operator.children.deployment import build_deployment
 from reprise_operator.children.memory import MemoryPlan, plan_memory
 from reprise_operator.children.service import build_service, service_url
 from reprise_operator.naming import selector_string
+from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
-from reprise_operator.spec import Identity, InferenceService
 
 Manifest = Mapping[str, Any]
 """One Kubernetes object as it is sent by server-side apply. Never mutated."""

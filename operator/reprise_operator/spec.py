@@ -9,228 +9,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated, Any, Literal, NewType
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from reprise_operator.children.profiles import CPU_PROFILE, DEFAULT_PROFILE, PROFILES
+from reprise_operator.children.profiles import CPU_PROFILE, PROFILES
+from reprise_operator.resource import (
+    UID,
+    ClaimModel,
+    HostPathModel,
+    Identity,
+    InferenceService,
+    ModelSource,
+    Runtime,
+    Spec,
+    SpecError,
+)
 
-UID = NewType("UID", str)
+__all__ = [
+    "MAX_CACHED_MODEL_LEN",
+    "NOT_YET",
+    "RESERVED_FLAGS",
+    "RESERVED_PATTERN",
+    "Identity",
+    "InferenceService",
+    "SpecError",
+    "identity_of",
+    "parse",
+]
 
 MAX_CACHED_MODEL_LEN = 65_536
 """vllm-ascend serves at most 64k tokens of context with prefix caching (the vendor's page on prefix caching)."""
-
-
-class SpecError(Exception):
-    """The spec cannot be honoured: `reason` is that of the Stalled condition, `message` says what to do."""
-
-    def __init__(self, reason: Literal["NotSupported", "InvalidSpec"], message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-
-
-class Runtime(StrEnum):
-    """Which engine runs in the pods."""
-
-    REPRISE = "reprise"
-    VLLM_ASCEND = "vllm-ascend"
-
-
-class DriverMode(StrEnum):
-    """How the NPU driver gets into the container: `hostPath` mounts it, `runtime` lets the container runtime do so."""
-
-    AUTO = "auto"
-    HOST_PATH = "hostPath"
-    RUNTIME = "runtime"
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, alias_generator=to_camel, populate_by_name=True, extra="forbid", arbitrary_types_allowed=False
-    )
-
-
-class ModelSpec(_Model):
-    """Which model, and under which name it is served."""
-
-    uri: str
-    served_name: str | None = None
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of prompt and output; None takes the model's own limit."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-
-
-class EnvVar(_Model):
-    """One environment variable, `value` or `valueFrom` as in a pod."""
-
-    name: Annotated[str, Field(min_length=1)]
-    value: str | None = None
-    value_from: dict[str, Any] | None = None
-
-
-class LocalReference(_Model):
-    """Name of an object in the same namespace."""
-
-    name: Annotated[str, Field(min_length=1)]
-
-
-class Resources(_Model):
-    """Requests and limits of the engine container; quantities as in a pod."""
-
-    requests: dict[str, str | int | float] = {}
-    limits: dict[str, str | int | float] = {}
-
-
-class RuntimeSpec(_Model):
-    """The engine container."""
-
-    name: Runtime = Runtime.REPRISE
-    image: str | None = None
-    image_pull_secrets: tuple[LocalReference, ...] = ()
-    extra_args: tuple[str, ...] = ()
-    env: tuple[EnvVar, ...] = ()
-    resources: Resources = Resources()
-
-
-class PrefixCachingSpec(_Model):
-    """`enabled` is three-valued: unset means on."""
-
-    enabled: bool | None = None
-    block_size: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Tokens a block; None takes the engine's default for its device."""
-
-
-class MemorySpec(_Model):
-    """Share of the device's memory; `utilization` None means automatic."""
-
-    utilization: Annotated[float, Field(gt=0, le=0.98)] | None = None
-
-
-class ChunkedPrefillSpec(_Model):
-    """Long prompts in pieces between decodes; None takes the engine's default."""
-
-    enabled: bool | None = None
-
-
-class AcceleratorSpec(_Model):
-    """The devices of one pod."""
-
-    profile: str = DEFAULT_PROFILE
-    count: Annotated[int, Field(ge=1, le=16)] | None = None
-    """Devices a pod; None takes the least the profile's device plugin hands out."""
-    resource_name: str | None = None
-    runtime_class_name: str | None = None
-    driver: DriverMode = DriverMode.AUTO
-
-
-class ServiceSpec(_Model):
-    """The Service in front of the pods."""
-
-    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    port: Annotated[int, Field(ge=1, le=65_535)] = 8000
-    session_affinity: Literal["None", "ClientIP"] = "None"
-
-
-class SecretKeyRef(_Model):
-    """A key of a Secret in the same namespace."""
-
-    name: Annotated[str, Field(min_length=1)]
-    key: Annotated[str, Field(min_length=1)] = "api-key"
-
-
-class AuthSpec(_Model):
-    """Who may use the endpoint."""
-
-    api_key_secret_ref: SecretKeyRef | None = None
-
-
-class PodMetadata(_Model):
-    """Labels and annotations added to the pods."""
-
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-
-
-class PodTemplateSpec(_Model):
-    """What the user adds to the pod. The nested values are passed on as they are; the API server checks them."""
-
-    metadata: PodMetadata = PodMetadata()
-    node_selector: dict[str, str] = {}
-    tolerations: tuple[dict[str, Any], ...] = ()
-    affinity: dict[str, Any] = {}
-    scheduler_name: str | None = None
-    service_account_name: str | None = None
-    priority_class_name: str | None = None
-    volumes: tuple[dict[str, Any], ...] = ()
-    volume_mounts: tuple[dict[str, Any], ...] = ()
-
-
-class Spec(_Model):
-    """The whole spec as far as this release honours it."""
-
-    model: ModelSpec
-    runtime: RuntimeSpec = RuntimeSpec()
-    prefix_caching: PrefixCachingSpec = PrefixCachingSpec()
-    memory: MemorySpec = MemorySpec()
-    chunked_prefill: ChunkedPrefillSpec = ChunkedPrefillSpec()
-    accelerator: AcceleratorSpec = AcceleratorSpec()
-    replicas: Annotated[int, Field(ge=0)] = 1
-    service: ServiceSpec = ServiceSpec()
-    auth: AuthSpec = AuthSpec()
-    suspend: bool = False
-    pod_template: PodTemplateSpec = PodTemplateSpec()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Which object this is, and which revision of its spec."""
-
-    name: str
-    namespace: str
-    uid: UID
-    generation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPathModel:
-    """`hostpath:///path`: a folder or a .gguf file on the node."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimModel:
-    """`pvc://claim/path`: a folder or a .gguf file on a volume. `path` is relative and may be empty."""
-
-    claim: str
-    path: str
-
-
-ModelSource = HostPathModel | ClaimModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceService:
-    """One parsed InferenceService."""
-
-    identity: Identity
-    spec: Spec
-    source: ModelSource
-
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether the engine is told to cache prefixes: unset means on."""
-        return self.spec.prefix_caching.enabled is not False
-
-    @property
-    def served_name(self) -> str:
-        """The model name clients send; the resource's own name where the spec gives none."""
-        return self.spec.model.served_name or self.identity.name
-
 
 NOT_YET = (
     "model.revision",

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from reprise_operator.hitrate import HitRateWindow
-from reprise_operator.naming import child_name
 from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan, plan
 from reprise_operator.settings import Settings
@@ -19,6 +18,9 @@ UID = "5f0c6a52-0d3c-4d3e-9a0e-1c8a3c1c0001"
 NOW = 1_900_000_000.0
 SETTINGS = Settings()
 CURRENT, OLD = "hash-current", "hash-old"
+
+READY, RECONCILING, STALLED = ("True", "False", "False"), ("False", "True", "False"), ("False", "False", "True")
+"""What `kstatus` answers."""
 
 
 def body(spec: Mapping[str, Any] | None = None, *, name: str = "qwen", generation: int = 1) -> dict[str, Any]:
@@ -160,5 +162,15 @@ def message(status: Mapping[str, Any], kind: str) -> str:
     return str(next(item["message"] for item in status["conditions"] if item["type"] == kind))
 
 
-def name_of(of: Plan) -> str:
-    return child_name(of.identity)
+def kstatus(status: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Ready, Reconciling, Stalled."""
+    found = conditions(status)
+    return found["Ready"][0], found["Reconciling"][0], found["Stalled"][0]
+
+
+def reason(status: Mapping[str, Any]) -> str:
+    return conditions(status)["Ready"][1]
+
+
+NOT_READY = deployment_status(ready=0, available=0)
+"""A Deployment whose one pod is not ready."""

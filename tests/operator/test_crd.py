@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from reprise_operator.children.profiles import PROFILES
+from reprise_operator.resource import Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
-from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, Spec, SpecError, parse
+from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
 from tests.contract.apiserver.replay import client_of, install_definitions
 from tests.operator.factories import NOW, UID, merged, metrics, observed, planned, pod, status_of, window
 from tests.operator.golden import inputs, output

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from reprise_operator.children.profiles import PROFILES
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.plan import Plan, plan
+from reprise_operator.resource import Spec
 from reprise_operator.spec import SpecError, parse
 from tests.operator.factories import SETTINGS, UID, body, container, planned
 
@@ -104,10 +106,6 @@ def test_every_input_of_the_pod_rolls_it_out(field: str) -> None:
 
 
 def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
-    from pydantic import BaseModel
-
-    from reprise_operator.spec import Spec
-
     elsewhere = {"replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"}
     fields: set[str] = set()
     for name, info in Spec.model_fields.items():

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.spec import (
-    NOT_YET,
-    ClaimModel,
-    DriverMode,
-    HostPathModel,
-    Runtime,
-    SpecError,
-    identity_of,
-    parse,
-)
+from reprise_operator.resource import ClaimModel, DriverMode, HostPathModel, Runtime
+from reprise_operator.spec import NOT_YET, SpecError, identity_of, parse
 from tests.operator.factories import UID, body
 
 VALUES: dict[str, Any] = {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
+from reprise_operator.resource import ClaimModel, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT
-from reprise_operator.spec import ClaimModel, HostPathModel, InferenceService, Runtime
 
 MODEL_MOUNT = "/model"
 """Where the model's folder is mounted, read-only, in every engine container."""

@@ -8,8 +8,8 @@ from reprise_operator.children.accelerator import profile_of
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.pod import STARTUP_SECONDS, build_pod_template
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import Settings
-from reprise_operator.spec import InferenceService
 
 PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 300
 """More than a pod may take to start, or a rollout would be called failed while a model loads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reprise_operator.spec import InferenceService
+from reprise_operator.resource import InferenceService
 
 PLAIN_UTILIZATION = 0.90
 LONG_UTILIZATION = 0.85

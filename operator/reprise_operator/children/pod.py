@@ -17,8 +17,8 @@ from reprise_operator.children.accelerator import (
 from reprise_operator.children.args import MODEL_MOUNT, engine_args, is_file
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.naming import pod_labels, reserved_labels
+from reprise_operator.resource import ClaimModel, EnvVar, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT, Settings
-from reprise_operator.spec import ClaimModel, EnvVar, HostPathModel, InferenceService, Runtime
 
 CONTAINER = "engine"
 GRACE_SECONDS = 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.spec import InferenceService
+from reprise_operator.resource import InferenceService
 
 
 def build_service(service: InferenceService) -> dict[str, Any]:

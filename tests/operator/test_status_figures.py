@@ -1,0 +1,155 @@
+"""The figures of status: what the pods report, quantised and seldom written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from reprise_operator.conditions import timestamp
+from reprise_operator.hitrate import HitRateWindow
+from reprise_operator.observed import Observed
+from tests.operator.factories import (
+    NOW,
+    OLD,
+    READY,
+    conditions,
+    kstatus,
+    message,
+    metrics,
+    observed,
+    planned,
+    pod,
+    status_of,
+    window,
+)
+
+
+def test_prefix_caching_is_what_the_pods_report_not_what_the_spec_asks() -> None:
+    plan = planned({"prefixCaching": {"enabled": True}})
+    status = status_of(plan, observed(plan, pod(metrics=metrics(enabled=False))))
+    assert status["prefixCache"] == {"enabled": False}
+    assert conditions(status)["PrefixCacheEffective"] == ("False", "Disabled")
+
+
+def test_until_a_new_pod_is_ready_the_old_ones_are_reported() -> None:
+    plan = planned({"prefixCaching": {"enabled": False}})
+    old, new = pod("qwen-old", template=OLD, metrics=metrics()), pod("qwen-new", ready=False)
+    assert status_of(plan, observed(plan, old, new))["prefixCache"]["enabled"] is True
+    ready = pod("qwen-new", metrics=metrics(enabled=False))
+    assert status_of(plan, observed(plan, old, ready))["prefixCache"] == {"enabled": False}
+
+
+def test_once_a_new_pod_is_ready_the_old_ones_count_no_more() -> None:
+    plan = planned()
+    old = pod("qwen-old", template=OLD, metrics=metrics(enabled=False))
+    assert status_of(plan, observed(plan, old, pod("qwen-new", metrics=metrics())))["prefixCache"]["enabled"] is True
+
+
+def test_no_traffic_is_no_figure() -> None:
+    plan = planned()
+    status = status_of(plan, observed(plan, pod(metrics=metrics())))
+    assert "hitRatePercent" not in status["prefixCache"]
+    assert conditions(status)["PrefixCacheEffective"] == ("Unknown", "NoTraffic")
+
+
+def traffic(queries: float, hits: float, *, at: float = NOW) -> tuple[Observed, HitRateWindow]:
+    """One pod before and after it served so many tokens."""
+    before = pod(metrics=metrics(at=at - 30, queries=1000, hits=0))
+    after = pod(metrics=metrics(at=at, queries=1000 + queries, hits=hits))
+    return observed(planned(), after), window().observe([before]).observe([after])
+
+
+def test_the_hit_rate() -> None:
+    seen, hits = traffic(2000, 1500)
+    status = status_of(planned(), seen, hits=hits)
+    assert status["prefixCache"] == {
+        "enabled": True,
+        "hitRatePercent": 75,
+        "hitTokens": 1500,
+        "queriedTokens": 2000,
+        "windowSeconds": 300,
+        "observedAt": timestamp(NOW),
+        "usagePercent": 25,
+        "replicas": [{"pod": "qwen-a", "enabled": True, "hitRatePercent": 75}],
+    }
+    assert conditions(status)["PrefixCacheEffective"] == ("True", "Effective")
+
+
+def test_traffic_without_a_hit() -> None:
+    seen, hits = traffic(2000, 0)
+    status = status_of(planned(), seen, hits=hits)
+    assert status["prefixCache"]["hitRatePercent"] == 0
+    assert conditions(status)["PrefixCacheEffective"] == ("False", "ZeroHits")
+
+
+def test_a_moving_rate_is_written_once_a_minute() -> None:
+    seen, hits = traffic(2000, 1000)
+    first = status_of(planned(), seen, hits=hits)
+    moved, more = traffic(2000, 1500)
+    soon = status_of(planned(), moved, first, hits=more, now=NOW + 30)
+    assert soon["prefixCache"] == first["prefixCache"]
+    later = status_of(planned(), moved, first, hits=more, now=NOW + 60)
+    assert later["prefixCache"]["hitRatePercent"] == 75
+
+
+def test_less_than_a_point_is_not_written() -> None:
+    seen, hits = traffic(2000, 1000)
+    first = status_of(planned(), seen, hits=hits)
+    moved, more = traffic(2000, 1009)
+    assert status_of(planned(), moved, first, hits=more, now=NOW + 120) == first
+
+
+def test_the_end_of_traffic_is_written_once() -> None:
+    seen, hits = traffic(2000, 1000)
+    first = status_of(planned(), seen, hits=hits)
+    quiet = status_of(planned(), seen, first, hits=hits, now=NOW + 301)
+    assert "hitRatePercent" not in quiet["prefixCache"]
+    assert conditions(quiet)["PrefixCacheEffective"][1] == "NoTraffic"
+    assert status_of(planned(), seen, quiet, hits=hits, now=NOW + 900) == quiet
+
+
+def test_an_idle_service_gets_the_same_status_for_ever() -> None:
+    """Fault operator 17: an idle reconcile rewrote lastUpdated at each pass, waking itself."""
+    plan = planned()
+    hits = window()
+    status: dict[str, Any] = {}
+    written = []
+    for turn in range(200):
+        now = NOW + 30 * turn
+        seen = observed(plan, pod(metrics=metrics(at=now, queries=5000, hits=4000)), at=now)
+        hits = hits.observe(seen.pods)
+        fresh = status_of(plan, seen, status, hits=hits, now=now)
+        if fresh != status:
+            written.append(turn)
+        status = fresh
+    assert written == [0]
+
+
+def test_after_a_restart_the_last_figure_stands_until_the_window_is_full() -> None:
+    seen, hits = traffic(2000, 1500)
+    before = status_of(planned(), seen, hits=hits)
+    restarted = NOW + 10
+    fresh = HitRateWindow(seconds=300, started_at=restarted)
+    for after in (0.0, 60.0, 299.0):
+        status = status_of(planned(), seen, before, hits=fresh.observe(seen.pods), now=restarted + after)
+        assert status["prefixCache"] == before["prefixCache"]
+        assert conditions(status)["PrefixCacheEffective"] == ("True", "Effective")
+    status = status_of(planned(), seen, before, hits=fresh.observe(seen.pods), now=restarted + 300)
+    assert "hitRatePercent" not in status["prefixCache"]
+
+
+def test_a_failing_scrape_keeps_the_last_figures_and_is_no_news() -> None:
+    plan = planned()
+    seen, hits = traffic(2000, 1500)
+    before = status_of(plan, seen, hits=hits)
+    blind = observed(plan, replace(pod(), metrics_error="timeout"))
+    assert status_of(plan, blind, before, hits=hits, now=NOW + 60) == before
+
+
+def test_pods_that_never_report_say_so() -> None:
+    plan = planned()
+    status = status_of(plan, observed(plan, replace(pod(), metrics_error="HTTP 404")))
+    assert "prefixCache" not in status
+    assert conditions(status)["PrefixCacheEffective"] == ("Unknown", "MetricsUnavailable")
+    assert "HTTP 404" in message(status, "PrefixCacheEffective")
+    assert kstatus(status) == READY, "an informational condition must not hold back Ready"
