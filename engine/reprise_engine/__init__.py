@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reprise_engine.request import SamplingParams
+from reprise_engine.version import __version__
 
 if TYPE_CHECKING:
     from reprise_engine.entrypoints.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

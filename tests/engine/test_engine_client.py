@@ -51,8 +51,8 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+async def eventually(condition: Callable[[], bool], *, seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  (the condition has no event)
             await asyncio.sleep(0.01)
 
@@ -107,7 +107,7 @@ async def test_leaving_a_request_aborts_it_within_a_step() -> None:
         await anext(generator)
         assert engine.stats.num_running == 1
         await generator.aclose()
-        await eventually(lambda: engine.stats.num_running == 0)
+        await eventually(lambda: engine.stats.num_running == 0, seconds=2.5)  # 150 steps of 20 ms are 3 s
         assert engine.stats.kv_cache_usage == 0.0
 
 
@@ -119,7 +119,7 @@ async def test_a_cancelled_task_aborts_its_request_and_leaves_others_alone() -> 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(lambda: engine.stats.num_running <= 1)
+        await eventually(lambda: engine.stats.num_running <= 1, seconds=2.5)
         assert len(tokens_of(await other)) == 20
 
 

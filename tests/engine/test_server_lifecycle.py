@@ -133,7 +133,8 @@ def test_a_death_exits_1_and_leaves_one_line_for_the_kubelet(tmp_path: Path) -> 
         code, _ = end(process)
         assert code == 1
         assert words.read_text() == (
-            "EngineDead: The engine process was killed by SIGKILL; SIGKILL is what the kernel sends when memory runs out.\n"
+            "EngineDead: The engine process was killed by SIGKILL; "
+            "SIGKILL is what the kernel sends when memory runs out.\n"
         )
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
-from reprise_engine import __version__
 from reprise_engine.config import (
     DEFAULT_MEMORY_UTILIZATION,
     CacheConfig,
@@ -23,6 +22,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.errors import ConfigError
 from reprise_engine.server.options import ServerOptions
+from reprise_engine.version import __version__
 
 API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
 """A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from reprise_engine import __version__
 from reprise_engine.config import ResolvedConfig
 from reprise_engine.engine import EngineClient
 from reprise_engine.server.defaults import SamplingDefaults
 from reprise_engine.server.errors import SERVER_ERROR, ApiError
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import Tokenizer
+from reprise_engine.version import __version__
 
 _RETRY_AFTER_SECONDS = 5
 
