@@ -13,7 +13,7 @@ _VERSION_LINE = pytest.StashKey[str]()
 
 @pytest.fixture(scope="session")
 def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
-    """A real kube-apiserver where one is found, else the emulated one; REPRISE_TEST_API_SERVER=real|emulated decides."""
+    """A real kube-apiserver where one is found, else the emulated one; $REPRISE_TEST_API_SERVER has the last word."""
     with start_api_server() as server:
         request.config.stash[_VERSION_LINE] = server.version_line
         yield server

@@ -29,7 +29,9 @@ def _archive(*names: str) -> tuple[bytes, str]:
 def test_unpacks_executable_programs(tmp_path: Path) -> None:
     archive, checksum = _archive(*kube_assets.MEMBERS)
     kube_assets.unpack(archive, expected_sha512=checksum, into=tmp_path / "kube")
-    assert {path.name: path.read_text() for path in (tmp_path / "kube").iterdir()} == {n: n for n in kube_assets.MEMBERS}
+    assert {path.name: path.read_text() for path in (tmp_path / "kube").iterdir()} == {
+        n: n for n in kube_assets.MEMBERS
+    }
     assert (tmp_path / "kube" / "etcd").stat().st_mode & 0o111
 
 

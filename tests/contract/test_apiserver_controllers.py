@@ -102,7 +102,9 @@ def test_rollout_keeps_within_surge_and_availability(client: httpx.Client) -> No
     assert owner["kind"] == "ReplicaSet"
     assert labels["pod-template-hash"]
     assert owner["name"] == f"roll-{labels['pod-template-hash']}"
-    revisions = [each["metadata"]["annotations"]["deployment.kubernetes.io/revision"] for each in _owned(client, "roll")]
+    revisions = [
+        each["metadata"]["annotations"]["deployment.kubernetes.io/revision"] for each in _owned(client, "roll")
+    ]
     assert sorted(revisions) == ["1", "2"]
 
 

@@ -1,4 +1,4 @@
-"""The emulated API server answers as the real one did, and the real one still does: the stories of tests/contract/apiserver."""
+"""The emulated API server answers as the real one did, and the real one still does: apiserver/stories."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
 until its stdin closes. Level-triggered: whenever anything has changed it lists everything and corrects what is wrong.
 
 Like the real controllers: pod-template-hash and revisions, rolling updates within maxSurge and maxUnavailable,
-Recreate, pause, history limit, progress deadline, the status fields and conditions; background, foreground and orphaning
-deletion by owner references. Unlike them: no proportional scaling in mid-rollout, no events, no other workload kinds.
+Recreate, pause, history limit, progress deadline, the status fields and conditions; background, foreground and
+orphaning deletion by owner references. Unlike them: no proportional scaling in mid-rollout, no events, no other kinds
+of workload.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class World:
 
     def owned(self, kind: Kind, owner: Json) -> list[Json]:
         uid = owner["metadata"]["uid"]
-        return [item for item in self.objects[kind] if any(r["uid"] == uid and r.get("controller") for r in _owners(item))]
+        return [
+            item for item in self.objects[kind] if any(r["uid"] == uid and r.get("controller") for r in _owners(item))
+        ]
 
 
 def _owners(item: Json) -> list[Json]:
@@ -160,7 +163,9 @@ def deployment_status(deployment: Json, new: Json | None, every: list[Json], now
     before = {each["type"]: each for each in old.get("conditions", [])}
     progressed = any(counts[key] > old.get(key, 0) for key in ("updatedReplicas", "readyReplicas", "availableReplicas"))
     since = before.get("Progressing", {}).get("lastUpdateTime", _time(now))
-    late = (now - datetime.fromisoformat(since)).total_seconds() > deployment["spec"].get("progressDeadlineSeconds", 600)
+    late = (now - datetime.fromisoformat(since)).total_seconds() > deployment["spec"].get(
+        "progressDeadlineSeconds", 600
+    )
     current = old.get("observedGeneration") == deployment["metadata"]["generation"]
     name = new["metadata"]["name"] if new else ""
     if complete:
@@ -187,6 +192,10 @@ def _condition(before: dict[str, Json], kind: str, now_is: tuple[str, str, str],
     updated = old["lastUpdateTime"] if same else _time(now)
     about = {"type": kind, "status": status, "reason": reason, "message": message}
     return {**about, "lastUpdateTime": updated, "lastTransitionTime": moved}
+
+
+def _age(since: str, now: datetime) -> float:
+    return (now - datetime.fromisoformat(since)).total_seconds()
 
 
 def _time(moment: datetime) -> str:
@@ -223,7 +232,8 @@ class Controllers:
                 self._deployment(world, each)
         self._collect(world)
         return any(
-            each.get("status", {}).get("unavailableReplicas") or "status" not in each for each in world.objects[DEPLOYMENTS]
+            each.get("status", {}).get("unavailableReplicas") or "status" not in each
+            for each in world.objects[DEPLOYMENTS]
         )
 
     def _kinds(self) -> list[Kind]:
@@ -264,17 +274,22 @@ class Controllers:
         self._send("DELETE", kind.path(item), {**options, "preconditions": {"uid": item["metadata"]["uid"]}})
 
     def _replica_set(self, world: World, rs: Json) -> None:
-        pods = [each for each in world.owned(PODS, rs) if each.get("status", {}).get("phase") not in ("Failed", "Succeeded")]
+        pods = [
+            each for each in world.owned(PODS, rs) if each.get("status", {}).get("phase") not in ("Failed", "Succeeded")
+        ]
         active = [each for each in pods if not each["metadata"].get("deletionTimestamp")]
         ready = [each for each in active if _ready_since(each)]
         seconds = rs["spec"].get("minReadySeconds", 0)
-        available = [p for p in ready if not seconds or (world.now - datetime.fromisoformat(_ready_since(p))).total_seconds() >= seconds]  # fmt: skip
+        available = [each for each in ready if not seconds or _age(_ready_since(each), world.now) >= seconds]
         missing = _replicas(rs) - len(active)
         for _ in range(missing):
             template = rs["spec"]["template"]
-            metadata = {**template["metadata"], "generateName": f"{rs['metadata']['name']}-", "ownerReferences": [_owner(REPLICA_SETS, rs)]}  # fmt: skip
+            metadata = {"generateName": f"{rs['metadata']['name']}-", "ownerReferences": [_owner(REPLICA_SETS, rs)]}
+            metadata = {**template["metadata"], **metadata}
             path = f"/api/v1/namespaces/{rs['metadata']['namespace']}/pods"
-            pod = self._send("POST", path, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+            pod = self._send(
+                "POST", path, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+            )
             if pod is not None:
                 world.objects[PODS].append(pod)
                 active.append(pod)
@@ -294,7 +309,9 @@ class Controllers:
             rs |= changed or {}
 
     def _deployment(self, world: World, deployment: Json) -> None:
-        every = [each for each in world.owned(REPLICA_SETS, deployment) if not each["metadata"].get("deletionTimestamp")]
+        every = [
+            each for each in world.owned(REPLICA_SETS, deployment) if not each["metadata"].get("deletionTimestamp")
+        ]
         every.sort(key=lambda each: int(each["metadata"].get("annotations", {}).get(REVISION, 0)))
         new = next((each for each in every if _template(each) == deployment["spec"]["template"]), None)
         old = [each for each in every if each is not new]
@@ -335,7 +352,12 @@ class Controllers:
             "annotations": {REVISION: str(max(map(_revision, old), default=0) + 1)},
             "ownerReferences": [_owner(DEPLOYMENTS, deployment)],
         }
-        wanted = {"replicas": 0, "selector": selector, "template": template, "minReadySeconds": spec.get("minReadySeconds", 0)}
+        wanted = {
+            "replicas": 0,
+            "selector": selector,
+            "template": template,
+            "minReadySeconds": spec.get("minReadySeconds", 0),
+        }
         body = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": metadata, "spec": wanted}
         return self._send("POST", f"/apis/apps/v1/namespaces/{meta['namespace']}/replicasets", body)
 
@@ -355,7 +377,8 @@ class Controllers:
         finalizers = item["metadata"]["finalizers"]
         done = {"kubernetes.io/pvc-protection"} & {*finalizers}
         uid = item["metadata"]["uid"]
-        dependents = [(k, each) for k, items in world.objects.items() for each in items if any(r["uid"] == uid for r in _owners(each))]  # fmt: skip
+        everything = [(each, found) for each, items in world.objects.items() for found in items]
+        dependents = [(each, found) for each, found in everything if any(r["uid"] == uid for r in _owners(found))]
         if "orphan" in finalizers:
             for other, each in dependents:
                 kept = [owner for owner in _owners(each) if owner["uid"] != uid]

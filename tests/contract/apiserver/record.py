@@ -23,7 +23,7 @@ def main(names: list[str]) -> int:
                 f"# Recorded from {server.version_line} by record.py; do not edit.\n"
                 + yaml.safe_dump(answers, sort_keys=False, allow_unicode=True, width=160)
             )
-            print(f"{name}: {len(answers)} answers")
+            sys.stdout.write(f"{name}: {len(answers)} answers\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 
 import uvicorn
@@ -11,15 +12,13 @@ from .server import create_app
 
 
 async def main() -> None:
-    config = uvicorn.Config(create_app(), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(), log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        print(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        server.should_exit = True
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)  # what connects now waits in the backlog
+    await asyncio.to_thread(sys.stdin.read)
+    server.should_exit = True
     await serving
 
 

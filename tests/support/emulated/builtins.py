@@ -7,8 +7,10 @@ import binascii
 import functools
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
 from kubernetes.client import models
 
 from .errors import Cause, Json, bad_request
@@ -30,7 +32,10 @@ class Resource:
     categories: tuple[str, ...] = ()
     subresources: frozenset[str] = frozenset()
     scale_paths: Json = field(default_factory=dict)
-    columns: tuple[Json, ...] = ()
+    columns: tuple[Any, ...] = ()
+    """Of a custom kind as its definition has them, else names as in builtins.yaml."""
+    selectable: tuple[str, ...] = ()
+    """Fields one can select by, beside metadata.name and metadata.namespace."""
     custom: bool = False
     generation: bool = False
     """Whether metadata.generation counts changes of anything but metadata and status."""
@@ -44,68 +49,9 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
-MERGE_KEYS: dict[str, tuple[str, ...]] = {
-    "V1PodSpec.containers": ("name",),
-    "V1PodSpec.init_containers": ("name",),
-    "V1PodSpec.volumes": ("name",),
-    "V1PodSpec.image_pull_secrets": ("name",),
-    "V1PodSpec.topology_spread_constraints": ("topologyKey", "whenUnsatisfiable"),
-    "V1Container.env": ("name",),
-    "V1Container.ports": ("containerPort", "protocol"),
-    "V1Container.volume_mounts": ("mountPath",),
-    "V1ServiceSpec.ports": ("port", "protocol"),
-    "V1ObjectMeta.owner_references": ("uid",),
-    "V1PodStatus.pod_ips": ("ip",),
-}
-"""List fields that are merged by key; the first is also the key of a strategic merge. Lists of conditions: by type."""
-SETS = {"V1ObjectMeta.finalizers"}
-QUANTITIES = {f"{m}ResourceRequirements.{f}" for m in ("V1", "V1Volume") for f in ("limits", "requests")}
-ATOMIC = {
-    "V1LabelSelector",
-    "V1SecretKeySelector",
-    "V1ConfigMapKeySelector",
-    "V1ObjectFieldSelector",
-    "V1ObjectReference",
-}
-
-_TEMPLATE = {"metadata": {}, "spec": {"containers": None}}
-_PROBE = {"timeout_seconds": 1, "period_seconds": 10, "success_threshold": 1, "failure_threshold": 3}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "V1DeploymentSpec": {
-        "replicas": 1,
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "25%", "maxSurge": "25%"}},
-        "revision_history_limit": 10,
-        "progress_deadline_seconds": 600,
-    },
-    "V1ReplicaSetSpec": {"replicas": 1},
-    "V1PodSpec": {
-        "restart_policy": "Always",
-        "termination_grace_period_seconds": 30,
-        "dns_policy": "ClusterFirst",
-        "security_context": {},
-        "scheduler_name": "default-scheduler",
-    },
-    "V1Container": {
-        "resources": {},
-        "termination_message_path": "/dev/termination-log",
-        "termination_message_policy": "File",
-    },
-    "V1ContainerPort": {"protocol": "TCP"},
-    "V1Probe": _PROBE,
-    "V1HTTPGetAction": {"scheme": "HTTP"},
-    "V1ObjectFieldSelector": {"api_version": "v1"},
-    "V1ConfigMapVolumeSource": {"default_mode": 420},
-    "V1SecretVolumeSource": {"default_mode": 420},
-    "V1HostPathVolumeSource": {"type": ""},
-    "V1ServiceSpec": {"type": "ClusterIP", "session_affinity": "None", "internal_traffic_policy": "Cluster"},
-    "V1ServicePort": {"protocol": "TCP"},
-    "V1PersistentVolumeClaimSpec": {"volume_mode": "Filesystem"},
-    "V1Secret": {"type": "Opaque"},
-    "V1CustomResourceDefinitionSpec": {"conversion": {"strategy": "None"}},
-    "V1PodCondition": {"last_probe_time": None, "last_transition_time": None},
-    "V1ContainerStateRunning": {"started_at": None},
-    "V1ContainerStatus": {"state": {}, "last_state": {}},
-}
+_DATA: Json = yaml.safe_load((Path(__file__).parent / "builtins.yaml").read_text())
+INTEGERS: list[str] = _DATA["integers"]
+"""Columns of Tables that hold integers, as Kind.Column."""
 _SCALARS = {
     "str": "string",
     "int": "integer",
@@ -130,22 +76,22 @@ def model_schema(name: str) -> Json:
     model = getattr(models, name)
     properties: Json = {}
     schema: Json = {"type": "object", "properties": properties}
-    defaults = DEFAULTS.get(name, {})
+    defaults = _DATA["defaults"].get(name, {})
     for attribute, kind in model.openapi_types.items():
         if kind in ("V1JSONSchemaProps", "dict(str, V1JSONSchemaProps)"):
             kind = "object"  # recursive, and checked where definitions are registered
         found = dict(model_schema(kind))
         path, inner = f"{name}.{attribute}", re.fullmatch(r"[Ll]ist\[(.*Condition)]", kind)
-        keys = ("type",) if inner else MERGE_KEYS.get(path)
+        keys = ["type"] if inner else _DATA["merge_keys"].get(path)
         if keys:
-            found |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys), "x-merge-key": keys[0]}
-        if path in SETS:
+            found |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": keys, "x-merge-key": keys[0]}
+        if path in _DATA["sets"]:
             found["x-kubernetes-list-type"] = "set"
         if kind == "datetime" and name == "CoreV1Event":
             found["nullable"] = True
-        if path in QUANTITIES:
+        if path in _DATA["quantities"]:
             found["additionalProperties"] = {PRESERVE: True}
-        if kind in ATOMIC or path == "V1ServiceSpec.selector":
+        if kind in _DATA["atomic"] or path == "V1ServiceSpec.selector":
             found["x-kubernetes-map-type"] = "atomic"
         if attribute in defaults:
             found["default"] = defaults[attribute]
@@ -158,50 +104,29 @@ def model_schema(name: str) -> Json:
 OBJECT_META = model_schema("V1ObjectMeta")
 
 
-def _builtin(model: str, plural: str, short: str = "", *, group: str = "", **more: Any) -> Resource:
-    kind = re.sub(r"^(Core)?V\d", "", model)
-    kept = {"generation": False, "subresources": frozenset({"status"}), "seed": {}, **more}
-    kept["seed"] = {"metadata": {}, "spec": {}, "status": {}, **kept["seed"]}
-    names = tuple(short.split(",")) if short else ()
-    schema = model_schema(model)
-    return Resource(
-        group=group,
-        version="v1",
-        kind=kind,
-        plural=plural,
-        singular=kind.lower(),
-        short_names=names,
-        schema=schema,
-        **kept,
-    )
-
-
 def builtin_resources() -> list[Resource]:
-    scaled = {"subresources": frozenset({"status", "scale"}), "generation": True, "categories": ("all",)}
-    bare: Any = {"subresources": frozenset()}
-    cluster: Any = {"namespaced": False}
+    """The kinds of builtins.yaml."""
     paths = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
-    template = {"selector": None, "template": _TEMPLATE}
     return [
-        _builtin("V1Namespace", "namespaces", "ns", **cluster),
-        _builtin("V1Node", "nodes", "no", **cluster),
-        _builtin("V1Pod", "pods", "po", generation=True, categories=("all",), seed={"spec": {"containers": None}}),
-        _builtin("V1Service", "services", "svc", categories=("all",), seed={"status": {"loadBalancer": {}}}),
-        _builtin("V1Secret", "secrets", **bare),
-        _builtin("V1ConfigMap", "configmaps", "cm", **bare),
-        _builtin("V1ServiceAccount", "serviceaccounts", "sa", **bare),
-        _builtin("V1PersistentVolumeClaim", "persistentvolumeclaims", "pvc", seed={"spec": {"resources": {}}}),
-        _builtin("CoreV1Event", "events", "ev", **bare, seed={"involvedObject": {}, "source": {}}),
-        _builtin("V1Deployment", "deployments", "deploy", group="apps", **scaled, scale_paths=paths, seed={"spec": {**template, "strategy": {}}}),
-        _builtin("V1ReplicaSet", "replicasets", "rs", group="apps", **scaled, scale_paths=paths, seed={"spec": template}),
-        _builtin("V1Lease", "leases", group="coordination.k8s.io", **bare),
-        _builtin("V1PodDisruptionBudget", "poddisruptionbudgets", "pdb", group="policy", generation=True),
-        _builtin("V1ClusterRole", "clusterroles", group="rbac.authorization.k8s.io", **bare, **cluster),
-        _builtin("V1ClusterRoleBinding", "clusterrolebindings", group="rbac.authorization.k8s.io", **bare, **cluster),
-        _builtin("V1Role", "roles", group="rbac.authorization.k8s.io", **bare),
-        _builtin("V1RoleBinding", "rolebindings", group="rbac.authorization.k8s.io", **bare),
-        _builtin("V1CustomResourceDefinition", "customresourcedefinitions", "crd,crds", group="apiextensions.k8s.io", generation=True, **cluster, seed={"spec": {"names": {}}, "status": {"acceptedNames": {}, "conditions": None, "storedVersions": None}}),
-    ]  # fmt: skip
+        Resource(
+            group=about.get("group", ""),
+            version="v1",
+            kind=(kind := re.sub(r"^(Core)?V1", "", about["model"])),
+            plural=about["plural"],
+            schema=model_schema(about["model"]),
+            namespaced=not about.get("cluster"),
+            singular=kind.lower(),
+            short_names=tuple(about.get("short", ())),
+            categories=("all",) if about.get("all") else (),
+            subresources=frozenset(about.get("subresources", ["status"])),
+            scale_paths=paths if "scale" in about.get("subresources", ()) else {},
+            columns=tuple(about.get("columns", ["Age"])),
+            selectable=tuple(about.get("select", ())),
+            generation=bool(about.get("generation")),
+            seed={"metadata": {}, "spec": {}, "status": {}, **about.get("seed", {})},
+        )
+        for about in _DATA["kinds"]
+    ]
 
 
 def prepare(resource: Resource, new: Json, old: Json | None) -> None:
@@ -219,7 +144,8 @@ def prepare(resource: Resource, new: Json, old: Json | None) -> None:
                     values.update({key: str(value) for key, value in values.items()})
             if resource.kind == "Pod" and limits:
                 container["resources"]["requests"] = {**limits, **container["resources"].get("requests", {})}
-    _PREPARE.get(resource.kind, lambda new, old: None)(new, old)
+    if resource.kind in _PREPARE:
+        _PREPARE[resource.kind](new, old)
 
 
 _addresses = iter(range(2, 65000))

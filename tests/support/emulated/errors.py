@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .builtins import Resource
 
 Json = dict[str, Any]
 
@@ -46,28 +49,26 @@ def _details(name: str, group: str, kind: str) -> Json:
     return {key: value for key, value in (("name", name), ("group", group), ("kind", kind)) if value}
 
 
-def qualified(name: str, group: str) -> str:
+def _qualified(name: str, group: str) -> str:
     """`deployments.apps`, or only `pods` for the core group."""
     return f"{name}.{group}" if group else name
 
 
-def not_found(name: str, *, group: str, plural: str) -> ApiError:
-    return ApiError(404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural))
+def not_found(resource: Resource, name: str) -> ApiError:
+    what = _qualified(resource.plural, resource.group)
+    return ApiError(404, "NotFound", f'{what} "{name}" not found', _details(name, resource.group, resource.plural))
 
 
-def already_exists(name: str, *, group: str, plural: str) -> ApiError:
-    message = f'{qualified(plural, group)} "{name}" already exists'
-    return ApiError(409, "AlreadyExists", message, _details(name, group, plural))
+def already_exists(resource: Resource, name: str) -> ApiError:
+    message = f'{_qualified(resource.plural, resource.group)} "{name}" already exists'
+    return ApiError(409, "AlreadyExists", message, _details(name, resource.group, resource.plural))
 
 
-def conflict(name: str, why: str, *, group: str, plural: str) -> ApiError:
-    message = f'Operation cannot be fulfilled on {qualified(plural, group)} "{name}": {why}'
-    return ApiError(409, "Conflict", message, _details(name, group, plural))
-
-
-def modified(name: str, *, group: str, plural: str) -> ApiError:
-    why = "the object has been modified; please apply your changes to the latest version and try again"
-    return conflict(name, why, group=group, plural=plural)
+def conflict(resource: Resource, name: str, why: str, kind: str = "") -> ApiError:
+    """`kind` is what the message calls the resource, its plural where not given."""
+    kind = kind or resource.plural
+    message = f'Operation cannot be fulfilled on {_qualified(kind, resource.group)} "{name}": {why}'
+    return ApiError(409, "Conflict", message, _details(name, resource.group, kind))
 
 
 def invalid(name: str, causes: list[Cause], *, group: str, kind: str) -> ApiError:
@@ -75,8 +76,12 @@ def invalid(name: str, causes: list[Cause], *, group: str, kind: str) -> ApiErro
     text = said[0] if len(said) == 1 else f"[{', '.join(said)}]"
     listed = [{"reason": each.reason, "message": each.message, "field": each.field} for each in causes]
     details = {**_details(name, group, kind), "causes": listed}
-    return ApiError(422, "Invalid", f'{qualified(kind, group)} "{name}" is invalid: {text}', details)
+    return ApiError(422, "Invalid", f'{_qualified(kind, group)} "{name}" is invalid: {text}', details)
 
 
 def bad_request(message: str) -> ApiError:
     return ApiError(400, "BadRequest", message)
+
+
+def not_allowed() -> ApiError:
+    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})

@@ -8,7 +8,7 @@ map or set; what the schema does not know is treated the same way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from .errors import ApiError, Json
@@ -239,10 +239,9 @@ class Managers:
             self.sets[key] = self.sets.get(key, set()) | changed
 
     def apply(
-        self, key: tuple[str, ...], live: Any, applied: Any, schema: Json, *, force: bool, owned: Callable[[Path], bool]
+        self, key: tuple[str, ...], live: Any, applied: Any, wanted: set[Path], schema: Json, *, force: bool
     ) -> Any:
-        """Server-side apply; returns the new object. Raises the 409 that names every conflict, unless forced."""
-        wanted = {path for path in to_set(applied, schema) if owned(path)}
+        """Server-side apply of the fields `wanted`; returns the new object. Raises the 409 that names all conflicts."""
         merged = merge(live, applied, schema)
         changed, _ = compare(live, merged, schema)
         disputed = {other: paths & changed for other, paths in self.sets.items() if other != key}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import jsonpatch
+import jsonpointer
+
 from .errors import ApiError, Json
 from .schema import child_schema
 
@@ -23,55 +26,11 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 def json_patch(target: Any, operations: list[Json]) -> Any:
     """Raises the 422 of the real server, which does not say what was wrong."""
-    document = {"": copy.deepcopy(target)}
     try:
-        for operation in operations:
-            _operate(document, operation)
-    except (KeyError, IndexError, ValueError, TypeError) as error:
+        return jsonpatch.apply_patch(target, operations)
+    except (jsonpatch.JsonPatchException, jsonpointer.JsonPointerException, TypeError) as error:
         message = "the server rejected our request due to an error in our request"
         raise ApiError(422, "Invalid", message, {}) from error
-    return document[""]
-
-
-def _parts(pointer: str) -> list[str]:
-    return [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")]
-
-
-def _parent(document: Any, pointer: str) -> tuple[Any, str]:
-    *parents, last = _parts(pointer)
-    node = document
-    for part in parents:
-        node = node[int(part)] if isinstance(node, list) else node[part]
-    return node, last
-
-
-def _take(document: Any, pointer: str, *, keep: bool) -> Any:
-    node, last = _parent(document, pointer)
-    key = int(last) if isinstance(node, list) else last
-    return copy.deepcopy(node[key]) if keep else node.pop(key)
-
-
-def _operate(document: Any, operation: Json) -> None:
-    name, pointer = operation["op"], operation["path"]
-    if name == "test":
-        if _take(document, pointer, keep=True) != operation["value"]:
-            raise ValueError(pointer)
-        return
-    if name in ("remove", "replace"):
-        _take(document, pointer, keep=False)
-    if name == "remove":
-        return
-    if name in ("move", "copy"):
-        value = _take(document, operation["from"], keep=name == "copy")
-    elif name in ("add", "replace"):
-        value = copy.deepcopy(operation["value"])
-    else:
-        raise ValueError(name)
-    node, last = _parent(document, pointer)
-    if isinstance(node, list):
-        node.insert(len(node) if last == "-" else int(last), value)
-    else:
-        node[last] = value
 
 
 def strategic_merge(target: Any, patch: Any, schema: Json) -> Any:

@@ -33,6 +33,32 @@ NOT_CHECKED = Cause(
 )
 
 
+_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_LABEL = r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?"
+_NAME_RULE = (
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and "
+    f"end with an alphanumeric character (e.g. 'example.com', regex used for validation is '{_NAME}')"
+)
+_LABEL_RULE = (
+    "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and "
+    "end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', "
+    f"regex used for validation is '{_LABEL}')"
+)
+
+
+def metadata_causes(metadata: Json) -> list[Cause]:
+    """What is wrong with an object's name and labels."""
+    causes, name = [], metadata.get("name", "")
+    if not name:
+        causes.append(Cause("FieldValueRequired", "metadata.name", "Required value: name or generateName is required"))
+    elif len(name) > 253 or not re.fullmatch(_NAME, name.replace(":", "")):  # RBAC names may hold colons
+        causes.append(Cause("FieldValueInvalid", "metadata.name", f'Invalid value: "{name}": {_NAME_RULE}'))
+    for value in (metadata.get("labels") or {}).values():
+        if isinstance(value, str) and not re.fullmatch(_LABEL, value):
+            causes.append(Cause("FieldValueInvalid", "metadata.labels", f'Invalid value: "{value}": {_LABEL_RULE}'))
+    return causes
+
+
 def child_schema(schema: Json, key: str) -> Json | None:
     """The schema of a field of an object, or None where the schema does not declare it."""
     if key in schema.get("properties", {}):
@@ -107,7 +133,17 @@ def _type(validator: Any, name: str, value: Any, schema: Json) -> Iterator[jsons
         yield jsonschema.ValidationError(name)
 
 
-_Validator = validators.extend(jsonschema.Draft4Validator, {"required": _required, "type": _type, "format": None})
+_Validator: Any = validators.extend(  # type: ignore[no-untyped-call]  # the stubs have no types here
+    jsonschema.Draft4Validator, {"required": _required, "type": _type, "format": None}
+)
+_SAID = {
+    "minimum": "should be greater than{strict} {limit}",
+    "maximum": "should be less than{strict} {limit}",
+    "pattern": "should match '{limit}'",
+    "minLength": "should be at least {limit} chars long",
+    "minItems": "should have at least {limit} items",
+    "minProperties": "should have at least {limit} properties",
+}
 
 
 def _path(parts: Any) -> str:
@@ -117,37 +153,25 @@ def _path(parts: Any) -> str:
     return text
 
 
-def _cause(error: jsonschema.ValidationError) -> Cause:
-    path, value, limit, rule = _path(error.absolute_path), error.instance, error.validator_value, error.validator
+def _cause(error: Any) -> Cause:
+    path, value, limit, rule = _path(error.absolute_path), error.instance, error.validator_value, str(error.validator)
     if rule == "required":
         return Cause("FieldValueRequired", path, "Required value")
     if rule == "type":
-        return Cause(
-            "FieldValueTypeInvalid",
-            path,
-            f'Invalid value: "{type_name(value)}": {path} in body must be of type {limit}: "{type_name(value)}"',
-        )
+        kind = json.dumps(type_name(value))
+        said = f"Invalid value: {kind}: {path} in body must be of type {limit}: {kind}"
+        return Cause("FieldValueTypeInvalid", path, said)
     if rule == "enum":
         allowed = ", ".join(json.dumps(each) for each in limit)
-        return Cause(
-            "FieldValueNotSupported", path, f"Unsupported value: {json.dumps(value)}: supported values: {allowed}"
-        )
+        said = f"Unsupported value: {json.dumps(value)}: supported values: {allowed}"
+        return Cause("FieldValueNotSupported", path, said)
     if rule == "maxLength":
         return Cause("FieldValueTooLong", path, f"Too long: may not be more than {limit} bytes")
     if rule in ("maxItems", "maxProperties"):
         return Cause("FieldValueTooMany", path, f"Too many: {len(value)}: must have at most {limit} items")
-    strict = "" if error.schema.get(f"exclusive{str(rule).capitalize()}") else " or equal to"
-    shown, said = json.dumps(value), f"does not satisfy {rule}"
-    if rule == "minimum":
-        said = f"should be greater than{strict} {limit}"
-    elif rule == "maximum":
-        said = f"should be less than{strict} {limit}"
-    elif rule == "pattern":
-        said = f"should match '{limit}'"
-    elif rule == "minLength":
-        said = f"should be at least {limit} chars long"
-    elif rule in ("minItems", "minProperties"):
-        shown, said = str(len(value)), f"should have at least {limit} {'items' if rule == 'minItems' else 'properties'}"
+    strict = "" if error.schema.get(f"exclusive{rule.capitalize()}") else " or equal to"
+    said = _SAID.get(rule, "does not satisfy {rule}").format(strict=strict, limit=limit, rule=rule)
+    shown = len(value) if rule in ("minItems", "minProperties") else json.dumps(value)
     return Cause("FieldValueInvalid", path, f"Invalid value: {shown}: {path} in body {said}")
 
 
@@ -158,7 +182,7 @@ def type_name(value: Any) -> str:
 
 def _duplicates(value: Any, schema: Json, path: str) -> Iterator[Cause]:
     for key, item, found in _children(value, schema):
-        yield from _duplicates(item, found, _path([key]) if not path else path + _suffix(key))
+        yield from _duplicates(item, found, _below(path, key, schema))
     kind = schema.get("x-kubernetes-list-type")
     if not isinstance(value, list) or kind not in ("map", "set"):
         return
@@ -172,8 +196,10 @@ def _duplicates(value: Any, schema: Json, path: str) -> Iterator[Cause]:
         seen.append(shown)
 
 
-def _suffix(key: str | int) -> str:
-    return f"[{key}]" if isinstance(key, int) else f".{key}"
+def _below(path: str, key: str | int, schema: Json) -> str:
+    if isinstance(key, int) or key not in schema.get("properties", {}):
+        return f"{path}[{key}]"
+    return f"{path}.{key}" if path else key
 
 
 def _children(value: Any, schema: Json) -> Iterator[tuple[str | int, Any, Json]]:
@@ -198,7 +224,7 @@ def _rules(value: Any, old: Any, schema: Json, path: str) -> Iterator[Cause]:
     for key, item, found in _children(value, schema):
         # An item of an atomic list has no former self.
         former = before.get(key) if isinstance(value, dict) else None
-        yield from _rules(item, former, found, path + _suffix(key) if path else str(key))
+        yield from _rules(item, former, found, _below(path, key, schema))
 
 
 def _rule(rule: Json, variables: Json, value: Any, path: str) -> Iterator[Cause]:

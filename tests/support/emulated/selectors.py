@@ -9,16 +9,6 @@ from .builtins import Resource
 from .errors import Json, bad_request
 from .table import json_path
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "Pod": ("spec.nodeName", "spec.restartPolicy", "spec.schedulerName", "status.phase", "status.podIP"),
-    "Event": ("reason", "type", "reportingComponent", "source.component")
-    + tuple(f"involvedObject.{each}" for each in ("kind", "namespace", "name", "uid", "apiVersion", "fieldPath")),
-    "Secret": ("type",),
-    "Namespace": ("status.phase",),
-    "Node": ("spec.unschedulable",),
-}
-"""Fields one can select by, beside metadata.name and metadata.namespace."""
-
 
 def selector(resource: Resource, labels: str, fields: str) -> Callable[[Json], bool]:
     """A predicate on objects. Raises 400 where it cannot be read."""
@@ -52,6 +42,6 @@ def _field(resource: Resource, text: str) -> tuple[str, str, bool]:
     found = re.fullmatch(r"([\w.]+)(==?|!=)(.*)", text)
     if not found:
         raise bad_request(f"invalid selector: '{text}'; can't understand '{text}'")
-    if found[1] not in ("metadata.name", "metadata.namespace", *FIELDS.get(resource.kind, ())):
+    if found[1] not in ("metadata.name", "metadata.namespace", *resource.selectable):
         raise bad_request(f"field label not supported: {found[1]}")
     return f".{found[1]}", found[3], found[2] != "!="

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from . import discovery, errors
-from .api import APPLY, Api, Call, now
+from .api import APPLY, Api, Call, stamp
 from .builtins import Resource
 from .errors import ApiError, Json
 from .selectors import selector
@@ -73,10 +73,11 @@ async def _dispatch(api: Api, request: Request) -> Response:
     if resource is None or len(rest) > 3 or (namespace and not resource.namespaced):
         return PlainTextResponse(NOT_SERVED, 404)
     body = await _body(request, resource)
-    call = _call(request, resource, body)
+    call = _call(request, body)
     if len(rest) == 1:
         return _collection(api, request, resource, namespace, body, call)
-    return _one(api, request, resource, namespace, rest[1], rest[2] if len(rest) > 2 else "", body, call)
+    call.subresource = rest[2] if len(rest) > 2 else ""
+    return _one(api, request, resource, namespace, rest[1], body, call)
 
 
 def _discover(parts: list[str], served: list[Resource], accept: str) -> Json | None:
@@ -124,7 +125,7 @@ def _media_type(request: Request) -> str:
     return request.headers.get("content-type", "").split(";")[0]
 
 
-def _call(request: Request, resource: Resource, body: Any) -> Call:
+def _call(request: Request, body: Any) -> Call:
     query = request.query_params
     manager = query.get("fieldManager")
     if request.method == "PATCH" and _media_type(request) == APPLY and not manager:
@@ -171,7 +172,7 @@ def _collection(api: Api, request: Request, resource: Resource, namespace: str, 
             api.delete(resource, item["metadata"].get("namespace", ""), item["metadata"]["name"], body, call)
         return JSONResponse(_list(resource, items, {"resourceVersion": str(api.store.version)}))
     if request.method != "GET":
-        raise ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})
+        raise errors.not_allowed()
     return _listed(request, resource, items, str(api.store.version))
 
 
@@ -210,8 +211,8 @@ def _continued(token: str) -> int:
         raise errors.bad_request(f"invalid continue token: continue key is not valid: {token}") from error
 
 
-def _one(api: Api, request: Request, resource: Resource, namespace: str, name: str, subresource: str, body: Any, call: Call) -> Response:  # fmt: skip
-    code, method = 200, request.method
+def _one(api: Api, request: Request, resource: Resource, namespace: str, name: str, body: Any, call: Call) -> Response:
+    code, method, subresource = 200, request.method, call.subresource
     if resource.kind == "Pod" and subresource in ("binding", "eviction") and method == "POST":
         item = _bind(api, resource, namespace, name, body, call) if subresource == "binding" else None
         return JSONResponse(item or api.delete(resource, namespace, name, body.get("deleteOptions") or {}, call), 201)
@@ -222,16 +223,16 @@ def _one(api: Api, request: Request, resource: Resource, namespace: str, name: s
     if method == "GET":
         item = api.get(resource, namespace, name)
     elif method == "PUT":
-        item = api.replace(resource, namespace, name, body, call, subresource)
+        item = api.replace(resource, namespace, name, body, call)
     elif method == "PATCH":
-        code, item = api.patch(resource, namespace, name, _media_type(request), body, call, subresource)
+        code, item = api.patch(resource, namespace, name, _media_type(request), body, call)
     elif method == "DELETE" and not subresource:
         query = request.query_params
         seconds = {"gracePeriodSeconds": int(query["gracePeriodSeconds"])} if "gracePeriodSeconds" in query else {}
         policy = {"propagationPolicy": query["propagationPolicy"]} if "propagationPolicy" in query else {}
         item = api.delete(resource, namespace, name, {**seconds, **policy, **body}, call)
     else:
-        raise ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})
+        raise errors.not_allowed()
     return _shown(request, resource, item, code, call)
 
 
@@ -239,9 +240,9 @@ def _bind(api: Api, resource: Resource, namespace: str, name: str, body: Json, c
     pod = api.get(resource, namespace, name)
     if pod["spec"].get("nodeName"):
         why = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
-        raise errors.conflict(name, why, group="", plural="pods/binding")
+        raise errors.conflict(resource, name, why, "pods/binding")
     pod["spec"]["nodeName"] = body["target"]["name"]
-    scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": now()}
+    scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": stamp()}
     others = [each for each in pod["status"].get("conditions", []) if each["type"] != "PodScheduled"]
     pod["status"]["conditions"] = [*others, scheduled]
     if not call.dry_run:
@@ -252,16 +253,16 @@ def _bind(api: Api, resource: Resource, namespace: str, name: str, body: Json, c
 def _scale(api: Api, request: Request, resource: Resource, namespace: str, name: str, body: Any, call: Call) -> Json:
     item, paths = api.get(resource, namespace, name), resource.scale_paths
     if request.method != "GET":
-        replicas = body.get("spec", {}).get("replicas", 0)
+        wanted = body.get("spec", {}).get("replicas", 0)
         steps = paths["specReplicasPath"].strip(".").split(".")
         new = json.loads(json.dumps(item))
         node = new
         for step in steps[:-1]:
             node = node.setdefault(step, {})
-        node[steps[-1]] = replicas
+        node[steps[-1]] = wanted
         if "resourceVersion" in body.get("metadata", {}):
             new["metadata"]["resourceVersion"] = body["metadata"]["resourceVersion"]
-        item = api.update(resource, item, new, call, "scale")
+        item = api.update(resource, item, new, call)
     selected = json_path(item, paths["labelSelectorPath"]) if "labelSelectorPath" in paths else None
     if not resource.custom:
         labels = item["spec"].get("selector", {}).get("matchLabels", {})
@@ -272,7 +273,7 @@ def _scale(api: Api, request: Request, resource: Resource, namespace: str, name:
         "kind": "Scale",
         "apiVersion": "autoscaling/v1",
         "metadata": {key: item["metadata"][key] for key in kept if key in item["metadata"]},
-        "spec": {"replicas": json_path(item, paths["specReplicasPath"]) or 0},
+        "spec": {"replicas": replicas} if (replicas := json_path(item, paths["specReplicasPath"])) else {},
         "status": {**status, "selector": selected} if selected else status,
     }
 
@@ -284,12 +285,9 @@ def _watch(api: Api, request: Request, resource: Resource, namespace: str, wante
         message = f'resourceVersion: Invalid value: "{version}": strconv.ParseUint: parsing "{version}": invalid syntax'
         raise ApiError(500, None, message)
     whole = query.get("sendInitialEvents") == "true"
-    after = api.store.version if whole or version in ("", "0") else int(version)
-    initial = (
-        [item for item in api.store.list(resource, namespace or None) if wanted(item)]
-        if whole or version in ("", "0")
-        else []
-    )
+    fresh = whole or version in ("", "0")
+    after = api.store.version if fresh else int(version)
+    initial = [item for item in api.store.list(resource, namespace or None) if fresh and wanted(item)]
     queue = api.store.watch(resource, after)
     ends = time.monotonic() + float(query.get("timeoutSeconds") or 3600)
     bookmarks = query.get("allowWatchBookmarks") == "true"

@@ -44,7 +44,7 @@ class _Kind:
 
 
 class Store:
-    """Everything is synchronous, so a request between two awaits is atomic. Stored objects are never changed in place."""
+    """Everything is synchronous, so what a request does between two awaits is atomic. Stored objects never change."""
 
     def __init__(self) -> None:
         self.version = 1

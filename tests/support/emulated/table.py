@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from .builtins import Resource
+from .builtins import INTEGERS, Resource
 from .errors import Json
 
 Column = tuple[str, str, int]
 """Name, type, priority (1 is shown by `-o wide`)."""
-_NAME: Column = ("Name", "name", 0)
-_AGE: Column = ("Age", "string", 0)
+_NAME: Column = ("Name", "string", 0)
 
 
 def json_path(value: Any, path: str) -> Any:
@@ -32,10 +32,9 @@ def age(since: str | None, now: datetime) -> str:
     if not since:
         return "<unknown>"
     seconds = int((now - datetime.fromisoformat(since)).total_seconds())
-    if seconds < 120:
-        return f"{seconds}s"
     if seconds < 600:
-        return f"{seconds // 60}m{seconds % 60}s" if seconds % 60 else f"{seconds // 60}m"
+        minutes = f"{seconds // 60}m" if seconds >= 120 else ""
+        return minutes + (f"{seconds % 60 if minutes else seconds}s" if seconds % 60 or not minutes else "")
     return (
         f"{seconds // 60}m"
         if seconds < 10800
@@ -56,7 +55,8 @@ def _pod(pod: Json) -> list[Any]:
         shown = "Terminating"
     ready = sum(1 for each in statuses if each.get("ready"))
     restarts = str(sum(each.get("restartCount", 0) for each in statuses))
-    return [f"{ready}/{len(spec['containers'])}", shown, restarts, "<age>", _or(status.get("podIP")), _or(spec.get("nodeName")), "<none>", "<none>"]  # fmt: skip
+    wide = [_or(status.get("podIP")), _or(spec.get("nodeName")), "<none>", "<none>"]
+    return [f"{ready}/{len(spec['containers'])}", shown, restarts, "<age>", *wide]
 
 
 def _or(value: Any) -> str:
@@ -96,52 +96,63 @@ def _event(item: Json) -> list[Any]:
     return [age(seen, datetime.now(UTC)), item.get("type"), item.get("reason"), shown, item.get("message", "").strip()]
 
 
-def _columns(*names: str, wide: tuple[str, ...] = ()) -> list[Column]:
-    plain: list[Column] = [(each.rstrip("#"), "integer" if each.endswith("#") else "string", 0) for each in names]
-    return [*plain, *((each, "string", 1) for each in wide)]
+_CELLS: dict[str, Callable[[Json], list[Any]]] = {
+    "Pod": _pod,
+    "Deployment": _deployment,
+    "ReplicaSet": _replica_set,
+    "Service": _service,
+    "Event": _event,
+    "Namespace": lambda item: [item.get("status", {}).get("phase"), "<age>"],
+    "Secret": lambda item: [item.get("type"), len(item.get("data", {})), "<age>"],
+    "ConfigMap": lambda item: [len(item.get("data", {})), "<age>"],
+    "CustomResourceDefinition": lambda item: [item["metadata"]["creationTimestamp"]],
+}
 
 
-_WIDE = ("Containers", "Images", "Selector")
-_KINDS: dict[str, tuple[list[Column], Any]] = {
-    "Pod": ([_NAME, *_columns("Ready", "Status", "Restarts", "Age", wide=("IP", "Node", "Nominated Node", "Readiness Gates"))], _pod),
-    "Deployment": ([_NAME, *_columns("Ready", "Up-to-date", "Available", "Age", wide=_WIDE)], _deployment),
-    "ReplicaSet": ([_NAME, *_columns("Desired#", "Current#", "Ready#", "Age", wide=_WIDE)], _replica_set),
-    "Service": ([_NAME, *_columns("Type", "Cluster-IP", "External-IP", "Port(s)", "Age", wide=("Selector",))], _service),
-    "Namespace": ([_NAME, *_columns("Status", "Age")], lambda item: [item.get("status", {}).get("phase"), "<age>"]),
-    "Secret": ([_NAME, *_columns("Type", "Data#", "Age")], lambda item: [item.get("type"), len(item.get("data", {})), "<age>"]),
-    "ConfigMap": ([_NAME, *_columns("Data#", "Age")], lambda item: [len(item.get("data", {})), "<age>"]),
-    "CustomResourceDefinition": ([_NAME, ("Created At", "date", 0)], lambda item: [item["metadata"]["creationTimestamp"]]),
-}  # fmt: skip
+def _columns(resource: Resource) -> list[Column]:
+    if resource.custom:
+        return [_NAME, *((each["name"], each["type"], each.get("priority", 0)) for each in _declared(resource))]
+    shown, _, wide = "\0".join(resource.columns).partition("\0|\0")
+    integers = {name.split(".")[1] for name in INTEGERS if name.split(".")[0] == resource.kind}
+    types = {"Created At": "date", **dict.fromkeys(integers, "integer")}
+    columns = [(each, types.get(each, "string"), 0) for each in shown.split("\0")]
+    columns += [(each, "string", 1) for each in wide.split("\0") if each]
+    return columns if resource.kind == "Event" else [_NAME, *columns]
+
+
+def _declared(resource: Resource) -> list[Json]:
+    return list(resource.columns) or [{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}]
+
+
+def _row(resource: Resource, item: Json, now: datetime) -> list[Any]:
+    if resource.custom:
+        cells = [_cell(item, each, now) for each in _declared(resource)]
+    else:
+        cells = _CELLS[resource.kind](item) if resource.kind in _CELLS else ["<age>"]
+    cells = [age(item["metadata"]["creationTimestamp"], now) if cell == "<age>" else cell for cell in cells]
+    return cells if resource.kind == "Event" else [item["metadata"]["name"], *cells]
 
 
 def table(resource: Resource, items: list[Json], version: str, include: str | None, *, headers: bool = True) -> Json:
     """A Table of these objects. `include` as the includeObject parameter: Metadata (None), Object or None ("None")."""
     now = datetime.now(UTC)
-    if resource.custom:
-        declared = list(resource.columns) or [
-            {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}
-        ]
-        columns = [_NAME, *((each["name"], each["type"], each.get("priority", 0)) for each in declared)]
-        rows = [[item["metadata"]["name"], *(_cell(item, each, now) for each in declared)] for item in items]
-    elif resource.kind == "Event":
-        columns = _columns("Last Seen", "Type", "Reason", "Object", "Message")
-        rows = [_event(item) for item in items]
-    else:
-        columns, cells = _KINDS.get(resource.kind, ([_NAME, _AGE], lambda item: ["<age>"]))
-        rows = [[item["metadata"]["name"], *cells(item)] for item in items]
-    shown = [{"name": name, "type": "string" if kind == "name" else kind, "format": "name" if kind == "name" else "", "description": "", "priority": priority} for name, kind, priority in columns]  # fmt: skip
+    columns = [
+        {
+            "name": name,
+            "type": kind,
+            "format": "name" if name == "Name" else "",
+            "description": "",
+            "priority": priority,
+        }
+        for name, kind, priority in _columns(resource)
+    ]
+    objects = [None if include == "None" else item if include == "Object" else partial(item) for item in items]
     return {
         "kind": "Table",
         "apiVersion": "meta.k8s.io/v1",
         "metadata": {"resourceVersion": version},
-        "columnDefinitions": shown if headers else None,
-        "rows": [
-            {
-                "cells": [age(item["metadata"]["creationTimestamp"], now) if cell == "<age>" else cell for cell in row],
-                "object": None if include == "None" else item if include == "Object" else partial(item),
-            }
-            for item, row in zip(items, rows, strict=True)
-        ],
+        "columnDefinitions": columns if headers else None,
+        "rows": [{"cells": _row(resource, item, now), "object": o} for item, o in zip(items, objects, strict=True)],
     }
 
 
