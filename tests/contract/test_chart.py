@@ -1,0 +1,134 @@
+"""The chart: the CRD is crds/ byte for byte, it lints, it renders what the operator understands, and it applies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from reprise_operator.options import parse_options
+from reprise_operator.settings import Settings
+from tests.support.apiserver import ApiServer
+from tests.support.kubectl import Kubectl
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHART = PROJECT / "charts" / "reprise-operator"
+RELEASE, NAMESPACE = "reprise", "reprise-system"
+
+
+def render(values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    with helm_python.Chart.load(CHART) as chart:
+        files = chart.render(values or {}, name=RELEASE, namespace=NAMESPACE)
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def only(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
+    return found
+
+
+def container(values: dict[str, Any] | None = None) -> dict[str, Any]:
+    (found,) = only(render(values), "Deployment")["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def test_the_crd_is_the_one_of_the_project_byte_for_byte() -> None:
+    ours = sorted((PROJECT / "crds").glob("*.yaml"))
+    charts = sorted((CHART / "crds").iterdir())
+    assert [path.name for path in charts] == [path.name for path in ours]
+    assert [path.read_bytes() for path in charts] == [path.read_bytes() for path in ours], (
+        "copy crds/*.yaml to charts/reprise-operator/crds/"
+    )
+
+
+def test_it_lints() -> None:
+    found = helm_python.lint(str(CHART))
+    assert found["errors"] == []
+    # 1 is an information: an icon is recommended.
+    assert [message for message in found["messages"] if message["severity"] > 1] == []
+
+
+def test_one_operator_at_a_time() -> None:
+    deployment = only(render(), "Deployment")
+    assert deployment["spec"]["replicas"] == 1
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_the_pod_is_locked_down() -> None:
+    pod = only(render(), "Deployment")["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    security = container()["securityContext"]
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["runAsUser"] == 65532
+    assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+
+
+@pytest.mark.parametrize(
+    ("values", "namespace", "lease", "image"),
+    [
+        ({}, None, NAMESPACE, Settings().reprise_image),
+        ({"watchNamespace": "models", "leaderElection": False}, "models", None, Settings().reprise_image),
+        ({"engine": {"image": "r.example/e:1"}, "extraArgs": ["--workers=9"]}, None, NAMESPACE, "r.example/e:1"),
+    ],
+)
+def test_its_arguments_parse_in_the_operator(
+    values: dict[str, Any], namespace: str | None, lease: str | None, image: str
+) -> None:
+    options = parse_options(container(values)["args"], {})
+    assert (options.settings.namespace, options.lease_namespace) == (namespace, lease)
+    assert options.settings.reprise_image == image
+    assert options.settings.workers == (9 if "extraArgs" in values else Settings().workers)
+
+
+def test_its_ports_and_probes_are_the_operators() -> None:
+    found = container()
+    ports = {port["name"]: port["containerPort"] for port in found["ports"]}
+    assert ports == {"metrics": Settings().metrics_port, "health": Settings().health_port}
+    paths = {kind: found[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert {probe["port"] for probe in paths.values()} == {"health"}
+    assert paths["livenessProbe"]["path"] == "/healthz"
+    assert paths["readinessProbe"]["path"] == "/readyz"
+
+
+def test_every_value_has_a_schema_and_a_wrong_one_is_refused() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def check(given: Any, described: dict[str, Any], path: str) -> None:
+        if isinstance(given, dict) and "properties" in described:
+            assert described.get("additionalProperties") is False, path
+            for key, value in given.items():
+                assert key in described["properties"], f"{path}.{key} has no schema"
+                check(value, described["properties"][key], f"{path}.{key}")
+
+    check(values, schema, "values")
+    for wrong in (
+        {"replicas": 3},
+        {"image": {"repository": ""}},
+        {"watchNamespace": "Not A Name"},
+        {"log": {"level": "loud"}},
+        {"extraArgs": ["-A"]},
+    ):
+        with pytest.raises(helm_python.HelmError):
+            render(wrong)
+
+
+@pytest.mark.parametrize("values", [{}, {"watchNamespace": NAMESPACE}], ids=["cluster", "namespaced"])
+def test_it_applies(api_server: ApiServer, values: dict[str, Any]) -> None:
+    kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path, namespace=NAMESPACE)
+    if kubectl.get("namespace", NAMESPACE) is None:
+        kubectl("create", "namespace", NAMESPACE)
+    if not api_server.has_controller_manager:
+        pytest.skip("the emulated API server has no RBAC kinds")
+    # The real API server checks every field: an unknown one is an error with strict validation.
+    kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(render(values)))
+    applied = kubectl.get("deployment", f"{RELEASE}-reprise-operator")
+    assert applied is not None
+    assert applied["spec"]["template"]["spec"]["containers"][0]["args"] == container(values)["args"]

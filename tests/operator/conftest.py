@@ -1,0 +1,43 @@
+"""An API server with our CRD, and a namespace of its own for each test that asks for one."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.apiserver import ApiServer
+from tests.support.cluster import CRD
+from tests.support.kubectl import Kubectl, KubectlFailed, eventually
+
+
+@pytest.fixture(scope="session")
+def crd_server(api_server: ApiServer) -> ApiServer:
+    kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path)
+    kubectl("apply", "--server-side", "-f", str(CRD))
+    # Not `kubectl wait`: it fails at once on a CRD that has no conditions yet.
+    eventually(lambda: _is_served(kubectl), "the CRD is served")
+    return api_server
+
+
+def _is_served(kubectl: Kubectl) -> bool:
+    try:
+        kubectl.list("inferenceservices")
+    except KubectlFailed:
+        return False
+    return True
+
+
+@pytest.fixture
+def kubectl(crd_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubectl]:
+    """kubectl in a new namespace; KUBECONFIG is set for what connects in this process."""
+    monkeypatch.setenv("KUBECONFIG", str(crd_server.kubeconfig_path))
+    assert os.environ["KUBECONFIG"]
+    kubectl = Kubectl(kubeconfig=crd_server.kubeconfig_path, namespace=f"op-{uuid.uuid4().hex[:8]}")
+    kubectl("create", "namespace", kubectl.namespace)
+    if crd_server.has_controller_manager:
+        eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
+    yield kubectl
+    kubectl("delete", "namespace", kubectl.namespace, "--wait=false")

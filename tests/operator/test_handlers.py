@@ -1,0 +1,182 @@
+"""An event wakes the service it concerns, and the watches' health is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+import pytest
+from kubernetes.aio.client import Configuration
+
+from reprise_operator.cluster import Key
+from reprise_operator.handlers import COALESCE_SECONDS, Waker, connection_info, kopf_settings, register
+from reprise_operator.kinds import CHILD_TYPES, DEPLOYMENTS, SERVICES
+from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.naming import child_name
+from reprise_operator.spec import identity_of
+from reprise_operator.watch import WatchHealth
+from tests.operator.factories import body, planned
+
+QWEN = Key("llm", "qwen")
+
+
+class Woken:
+    def __init__(self) -> None:
+        self.keys: list[tuple[Key, float]] = []
+        self.health = WatchHealth()
+        self.metrics = OperatorMetrics()
+        self.waker = Waker(
+            lambda key, after: self.keys.append((key, after)),
+            health=self.health,
+            metrics=self.metrics,
+            clock=lambda: 50.0,
+        )
+
+
+def service(name: str = "qwen", version: str = "7") -> dict[str, Any]:
+    made = body(name=name)
+    made["metadata"]["resourceVersion"] = version
+    return made
+
+
+def pod(name_label: str, namespace: str = "llm") -> dict[str, Any]:
+    return {"metadata": {"namespace": namespace, "name": "p", "labels": {"serving.reprise.io/name": name_label}}}
+
+
+def test_a_change_of_the_resource_wakes_it_at_once() -> None:
+    woken = Woken()
+    woken.waker.service_event(service(), deleted=False)
+    assert woken.keys == [(QWEN, 0.0)]
+    assert woken.metrics.registry.get_sample_value(
+        "reprise_operator_watch_last_event_timestamp_seconds", {"resource": "inferenceservices"}
+    ) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("resource", CHILD_TYPES, ids=lambda resource: resource.kind)
+def test_a_child_wakes_its_owner(resource: Any) -> None:
+    woken = Woken()
+    plan = planned()
+    manifest = plan.deployment if resource is DEPLOYMENTS else plan.network_service
+    woken.waker.child_event(manifest, resource)
+    assert woken.keys == [(QWEN, COALESCE_SECONDS)]
+
+
+def test_a_child_whose_owner_reference_was_taken_away_still_wakes_it() -> None:
+    woken = Woken()
+    woken.waker.service_event(service(), deleted=False)
+    orphan = {**planned().network_service}
+    orphan["metadata"] = {key: value for key, value in orphan["metadata"].items() if key != "ownerReferences"}
+    woken.waker.child_event(orphan, SERVICES)
+    assert woken.keys[1:] == [(QWEN, COALESCE_SECONDS)]
+
+
+def test_a_foreign_owner_wakes_nobody() -> None:
+    woken = Woken()
+    foreign = {
+        "metadata": {
+            "namespace": "llm",
+            "name": "x",
+            "ownerReferences": [
+                {"apiVersion": "serving.kserve.io/v1beta1", "kind": "InferenceService", "name": "qwen"}
+            ],
+        }
+    }
+    woken.waker.child_event(foreign, DEPLOYMENTS)
+    assert woken.keys == []
+
+
+def test_a_pod_finds_its_service_also_where_the_names_differ() -> None:
+    """Fault 9: a long name is cut in the label, and two that begin alike stay apart."""
+    woken = Woken()
+    names = ["qwen", "a" * 70 + "-one", "a" * 70 + "-two", "2.5-qwen"]
+    for name in names:
+        woken.waker.service_event(service(name), deleted=False)
+    woken.keys.clear()
+    for name in names:
+        woken.waker.pod_event(pod(child_name(identity_of(service(name)))))
+    assert [key.name for key, _ in woken.keys] == names
+    woken.keys.clear()
+    woken.waker.pod_event(pod("qwen", namespace="other"))
+    woken.waker.pod_event({"metadata": {"namespace": "llm", "name": "p"}})
+    assert woken.keys == []
+
+
+def test_a_deleted_service_is_woken_once_more_and_then_unknown() -> None:
+    woken = Woken()
+    woken.waker.service_event(service(), deleted=False)
+    woken.waker.service_event(service(), deleted=True)
+    assert len(woken.keys) == 2
+    woken.waker.pod_event(pod("qwen"))
+    assert len(woken.keys) == 2
+
+
+# Fault 16: a watch that dies in silence ---------------------------------------------------------------------------
+
+
+def test_a_watch_that_does_not_deliver_is_found_out() -> None:
+    health = WatchHealth()
+    health.delivered(QWEN, "10")
+    health.read(QWEN, "10", now=100.0)
+    assert health.behind(1000.0) == 0.0
+    health.read(QWEN, "12", now=1000.0)
+    health.read(QWEN, "14", now=1030.0)
+    assert health.behind(1060.0) == 60.0
+    assert not health.is_dead(1060.0)
+    assert health.is_dead(1121.0)
+    health.delivered(QWEN, "14")
+    assert health.behind(2000.0) == 0.0
+
+
+def test_a_service_the_watch_never_saw_counts_too() -> None:
+    health = WatchHealth()
+    health.read(QWEN, "3", now=0.0)
+    assert health.behind(10.0) == 10.0
+    health.forget(QWEN)
+    assert health.behind(10.0) == 0.0
+
+
+def test_a_read_older_than_the_watch_is_no_sign() -> None:
+    health = WatchHealth()
+    health.delivered(QWEN, "20")
+    health.read(QWEN, "9", now=0.0)
+    health.read(QWEN, "opaque", now=0.0)
+    assert health.behind(1000.0) == 0.0
+
+
+# kopf ---------------------------------------------------------------------------------------------------------------
+
+
+def test_children_and_pods_are_selected_on_the_server() -> None:
+    settings = kopf_settings(namespaced=False)
+    selectors = settings.watching.label_selectors
+    for key in (("apps", "deployments"), ("", "services"), ("", "pods")):
+        assert selectors[key] == "app.kubernetes.io/managed-by=reprise-operator"
+    labels = planned().deployment["metadata"]["labels"]
+    assert labels["app.kubernetes.io/managed-by"] == "reprise-operator"
+
+
+def test_kopf_writes_nothing_of_its_own() -> None:
+    settings = kopf_settings(namespaced=True)
+    assert settings.peering.standalone
+    assert not settings.posting.enabled
+    assert settings.scanning.disabled
+    assert not kopf_settings(namespaced=False).scanning.disabled
+    registry = kopf.OperatorRegistry()
+    register(registry, Woken().waker)
+    watched = registry._watching.get_all_handlers()
+    assert len(watched) == 4
+    # A finalizer comes with a daemon, a timer or an on.delete handler; a patch with an on.create, update or resume.
+    assert not registry._spawning.get_all_handlers()
+    assert not registry._changing.get_all_handlers()
+
+
+@pytest.mark.parametrize(
+    ("given", "scheme", "token"), [("Bearer abc", "Bearer", "abc"), ("Basic eHg=", "Basic", "eHg="), (None, None, None)]
+)
+def test_kopf_is_the_same_user_as_the_client(given: str | None, scheme: str | None, token: str | None) -> None:
+    configuration = Configuration(host="https://example:6443")
+    configuration.verify_ssl = False
+    if given is not None:
+        configuration.api_key["BearerToken"] = given
+    info = connection_info(configuration)
+    assert (info.server, info.scheme, info.token, info.insecure) == ("https://example:6443", scheme, token, True)

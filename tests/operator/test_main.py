@@ -1,0 +1,230 @@
+"""The command line, and the operator as its own process: it starts, repairs within seconds, and stops at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reprise_operator.options import JsonFormatter, parse_options
+from tests.support.kubectl import Kubectl, eventually
+
+SERVICE = {
+    "apiVersion": "serving.reprise.io/v1alpha1",
+    "kind": "InferenceService",
+    "metadata": {"name": "qwen"},
+    "spec": {"model": {"uri": "hostpath:///m"}, "accelerator": {"profile": "cpu"}},
+}
+
+
+def test_flags_and_environment() -> None:
+    environment = {
+        "REPRISE_OPERATOR_NAMESPACE": "models",
+        "REPRISE_OPERATOR_SCRAPE_SECONDS": "2.5",
+        "REPRISE_OPERATOR_WORKERS": "9",
+    }
+    options = parse_options(["run", "--workers", "2", "--reprise-image=r:1", "--log-level=debug"], environment)
+    assert (options.settings.namespace, options.settings.scrape_seconds, options.settings.workers) == ("models", 2.5, 2)
+    assert (options.settings.reprise_image, options.log_level, options.lease_namespace) == ("r:1", "debug", None)
+    assert parse_options(["run", "-A"], {}).settings.namespace is None
+    assert parse_options(["run", "-n", "x"], {}).settings.namespace == "x"
+    assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "required: command"),
+        (["run"], {}, "either --namespace NAME or --all-namespaces"),
+        (["run", "-A", "-n", "x"], {}, "either --namespace NAME or --all-namespaces"),
+        (["run", "-A", "--workers", "0"], {}, "--workers is 0; it must be above 0"),
+        (["run", "-A", "--work", "2"], {}, "unrecognized arguments: --work 2"),
+        (["run", "-A"], {"REPRISE_OPERATOR_WORKERS": "many"}, "--workers: invalid int value: 'many'"),
+        (["run", "-A", "--log-format", "xml"], {}, "--log-format is 'xml'; it must be one of json, text"),
+    ],
+)
+def test_a_bad_command_line_is_one_clear_message(
+    arguments: list[str], environment: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_options(arguments, environment)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_log_line_is_one_json_object() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("a.b", logging.ERROR, __file__, 1, "it %s", ("broke",), sys.exc_info())
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"], entry["message"]) == ("error", "a.b", "it broke")
+    assert "ValueError: two\nlines" in entry["exception"]
+    assert entry["time"].endswith("+00:00")
+
+
+def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "reprise_operator", "run", "-A", "--metrics-port=0", "--health-port=0"],
+        env={**os.environ, "KUBECONFIG": str(tmp_path / "absent")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no cluster to connect to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Process:
+    def __init__(self, kubectl: Kubectl, log: Path, *arguments: str) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "reprise_operator", "run", "--host=127.0.0.1", "--log-format=text"),
+                    *("--metrics-port=0", "--health-port=0", "--resync-seconds=3600", *arguments),
+                ],
+                env={**os.environ, "KUBECONFIG": str(kubectl.kubeconfig)},
+                stdout=output,
+                stderr=output,
+            )
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def port(self, what: str) -> int:
+        match = eventually(lambda: re.search(rf"{what} on port (\d+)", self.log()), f"the port of the {what}")
+        return int(match[1])
+
+    def get(self, what: str, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port(what)}{path}", timeout=5) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def wait_ready(self) -> None:
+        eventually(lambda: self.get("probes", "/readyz")[0] == 200, f"the operator is ready: {self.log()}")
+
+    def stop(self) -> float:
+        """SIGTERM; how many seconds it took to end."""
+        begin = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+        return time.monotonic() - begin
+
+
+@pytest.fixture
+def started(kubectl: Kubectl, tmp_path: Path) -> Iterator[Process]:
+    process = Process(
+        kubectl, tmp_path / "operator.log", "-n", kubectl.namespace, "--lease-namespace", kubectl.namespace
+    )
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.process.kill()
+        process.process.wait()
+
+
+def test_a_process_from_start_to_end(started: Process, kubectl: Kubectl) -> None:
+    assert started.get("probes", "/healthz") == (200, "ok")
+    kubectl.apply(SERVICE)
+    deployment = eventually(lambda: kubectl.get("deployment", "qwen"), "the Deployment", within=10)
+
+    # Drift: a field of ours edited by somebody else is back within 5 s, with a resync an hour away.
+    for edit, look in (
+        ({"spec": {"replicas": 3}}, lambda live: live["spec"]["replicas"] == 1),
+        ({"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}}, _is_labelled),
+        ({"metadata": {"ownerReferences": None}}, lambda live: bool(live["metadata"].get("ownerReferences"))),
+    ):
+        kubectl.patch("deployment", "qwen", edit)
+        eventually(partial(_looks, kubectl, look), f"{edit} is set back", within=5)
+    kubectl.delete("deployment", "qwen", "--cascade=orphan")
+    again = eventually(lambda: kubectl.get("deployment", "qwen"), "the deleted Deployment is back", within=5)
+    assert again["metadata"]["uid"] != deployment["metadata"]["uid"]
+
+    # Idle: nothing is written.
+    eventually(lambda: _steady(kubectl), "it comes to rest", within=30)
+
+    _, metrics = started.get("metrics", "/metrics")
+    assert 'reprise_operator_watch_last_event_timestamp_seconds{resource="deployments"}' in metrics
+    assert 'reprise_operator_reconcile_total{outcome="error"} 0.0' in metrics
+    assert "reprise_operator_services 1.0" in metrics
+
+    lease = kubectl.get("lease", "reprise-operator")
+    assert lease is not None
+    assert lease["spec"]["holderIdentity"]
+    assert started.stop() < 5
+    assert started.process.returncode == 0
+    assert "Traceback" not in started.log()
+    lease = kubectl.get("lease", "reprise-operator")
+    assert lease is not None
+    assert not lease["spec"].get("holderIdentity"), "the next operator leads at once"
+
+    # Nothing of the operator is in the way of a deletion while it is away.
+    kubectl.delete("risvc", "qwen", "--timeout=10s")
+    eventually(lambda: not kubectl.list("deployments"), "the children go with their owner")
+
+
+def _looks(kubectl: Kubectl, look: Callable[[Any], bool]) -> bool:
+    return look(kubectl.get("deployment", "qwen"))
+
+
+def _is_labelled(live: dict[str, Any]) -> bool:
+    return "reprise-operator" in live["metadata"]["labels"].get("app.kubernetes.io/managed-by", "")
+
+
+def _steady(kubectl: Kubectl) -> bool:
+    """Whether a second passes without a write to anything of ours."""
+
+    def versions() -> list[str]:
+        kinds = ("risvc", "deployments", "services")
+        return [item["metadata"]["resourceVersion"] for kind in kinds for item in kubectl.list(kind)]
+
+    before = versions()
+    time.sleep(1.0)
+    return versions() == before
+
+
+def test_a_change_made_while_no_operator_ran_is_seen_by_the_next(kubectl: Kubectl, tmp_path: Path) -> None:
+    kubectl.apply(SERVICE)
+    kubectl.apply({**SERVICE, "metadata": {"name": "other"}})
+    process = Process(kubectl, tmp_path / "operator.log", "-n", kubectl.namespace)
+    try:
+        for name in ("qwen", "other"):
+            eventually(partial(kubectl.get, "deployment", name), f"the Deployment of {name}", within=20)
+    finally:
+        process.stop()
+
+
+def test_it_does_not_work_before_it_leads(started: Process, kubectl: Kubectl, tmp_path: Path) -> None:
+    second = Process(kubectl, tmp_path / "second.log", "-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
+    try:
+        eventually(lambda: "another operator holds lease" in second.log(), "the second waits")
+        assert second.get("probes", "/readyz")[0] == 503
+        assert second.get("probes", "/healthz")[0] == 200
+        started.stop()
+        eventually(lambda: second.get("probes", "/readyz")[0] == 200, "the second takes over", within=10)
+        second.stop()
+        assert second.process.returncode == 0
+    finally:
+        second.process.kill()
+        second.process.wait()

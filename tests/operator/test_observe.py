@@ -1,0 +1,316 @@
+"""Pods' bodies → ObservedPod, and the figures of their engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from reprise_operator.observe import Scraper, current_template_hash, observed_pod, parse_metrics
+from reprise_operator.observed import ContainerFailure, ObservedPod
+
+OURS = """\
+# HELP vllm:prefix_cache_queries_total Prefix cache queries, in tokens.
+# TYPE vllm:prefix_cache_queries_total counter
+vllm:prefix_cache_queries_total{engine="0",model_name="smollm2"} 3000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="smollm2"} 1500.0
+vllm:kv_cache_usage_perc{engine="0",model_name="smollm2"} 0.25
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",gpu_memory_utilization="0.9",num_gpu_blocks="600"} 1
+vllm:time_to_first_token_seconds_bucket{le="0.001"} this line is never parsed
+reprise:engine_info{max_model_len="4096",version="0.1.0"} 1.0
+"""
+VLLM_TWO_ENGINES = """\
+vllm:prefix_cache_queries_total{engine="0",model_name="q"} 10.0
+vllm:prefix_cache_queries_total{engine="1",model_name="q"} 30.0
+vllm:prefix_cache_queries_created{engine="1",model_name="q"} 1.7e9
+vllm:prefix_cache_hits_total{engine="0",model_name="q"} 0.0
+vllm:prefix_cache_hits_total{engine="1",model_name="q"} 8.0
+vllm:kv_cache_usage_perc{engine="0",model_name="q"} 0.1
+vllm:kv_cache_usage_perc{engine="1",model_name="q"} 0.7
+vllm:cache_config_info{block_size="128",enable_prefix_caching="False",\
+gpu_memory_utilization="0.85",num_gpu_blocks="None"} 1
+"""
+
+
+def pod_body(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "p", "uid": "u", "labels": {"pod-template-hash": "abc"}},
+        "spec": {"nodeName": "node1"},
+        "status": {"phase": "Running", "podIP": "127.0.0.1", "startTime": "2026-11-29T15:00:00Z", **status},
+    }
+
+
+def failures(*containers: dict[str, Any], init: tuple[dict[str, Any], ...] = ()) -> tuple[ContainerFailure, ...]:
+    return observed_pod(pod_body(containerStatuses=containers, initContainerStatuses=init)).failures
+
+
+def test_the_figures_of_our_engine() -> None:
+    metrics = parse_metrics(OURS, scraped_at=7.0)
+    assert metrics.scraped_at == 7.0
+    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits) == (3000.0, 1500.0)
+    assert (metrics.enable_prefix_caching, metrics.gpu_memory_utilization) == (True, 0.9)
+    assert (metrics.kv_cache_usage, metrics.block_size, metrics.num_gpu_blocks) == (0.25, 16, 600)
+    assert (metrics.max_model_len, metrics.version) == (4096, "0.1.0")
+
+
+def test_several_engines_in_a_vllm_pod_are_added_up() -> None:
+    metrics = parse_metrics(VLLM_TWO_ENGINES, scraped_at=7.0)
+    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits) == (40.0, 8.0)
+    assert metrics.kv_cache_usage == 0.7
+    assert metrics.enable_prefix_caching is False
+    assert metrics.gpu_memory_utilization == 0.85
+    assert (metrics.block_size, metrics.num_gpu_blocks) == (128, None)
+    assert (metrics.max_model_len, metrics.version) == (None, None)
+
+
+def test_an_engine_that_reports_nothing_has_no_figures_rather_than_zeros() -> None:
+    metrics = parse_metrics("up 1\n", scraped_at=7.0)
+    assert metrics.prefix_cache_queries is None
+    assert metrics.enable_prefix_caching is None
+
+
+def test_a_malformed_exposition_is_an_error() -> None:
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        parse_metrics('vllm:kv_cache_usage_perc{engine="0"} half\n', scraped_at=7.0)
+
+
+def test_a_sound_pod() -> None:
+    pod = observed_pod(
+        pod_body(
+            conditions=[{"type": "Ready", "status": "True"}, {"type": "PodScheduled", "status": "True"}],
+            containerStatuses=[{"name": "engine", "ready": True, "restartCount": 0, "state": {"running": {}}}],
+        )
+    )
+    assert (pod.ready, pod.scheduled, pod.terminating, pod.template_hash) == (True, True, False, "abc")
+    assert pod.started_at == 1795964400.0
+    assert pod.failures == ()
+
+
+def test_a_pod_without_a_node_says_why() -> None:
+    body = pod_body(
+        conditions=[
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes: no NPU"}
+        ]
+    )
+    del body["spec"]["nodeName"]
+    pod = observed_pod(body)
+    assert not pod.scheduled
+    assert pod.unschedulable_message == "0/1 nodes: no NPU"
+
+
+def test_a_crash_loop_tells_the_containers_last_words_not_the_kubelets() -> None:
+    (failure,) = failures(
+        {
+            "name": "engine",
+            "restartCount": 4,
+            "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}},
+            "lastState": {"terminated": {"exitCode": 3, "reason": "Error", "message": "ModelNotFound: no /models/x"}},
+        }
+    )
+    assert failure == ContainerFailure(
+        container="engine",
+        reason="CrashLoopBackOff",
+        message="ModelNotFound: no /models/x",
+        exit_code=3,
+        restart_count=4,
+        terminated_reason="Error",
+    )
+
+
+def test_a_crash_loop_stays_one_between_two_crashes() -> None:
+    """Faults 6: a container that runs just now, but crashed before and is not ready, is not sound."""
+    crashed = {"terminated": {"exitCode": 1, "reason": "Error", "message": "boom"}}
+    running = {"name": "engine", "restartCount": 2, "state": {"running": {}}, "lastState": crashed}
+    assert [failure.message for failure in failures({**running, "ready": False})] == ["boom"]
+    assert failures({**running, "ready": True}) == ()
+
+
+def test_an_image_that_cannot_be_pulled() -> None:
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'}}
+    (failure,) = failures({"name": "engine", "restartCount": 0, "state": waiting})
+    assert (failure.reason, failure.message, failure.exit_code) == (
+        "ImagePullBackOff",
+        'Back-off pulling image "x"',
+        None,
+    )
+
+
+def test_what_is_being_set_up_or_has_done_its_work_is_no_failure() -> None:
+    assert failures({"name": "engine", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}) == ()
+    done = {"name": "setup", "restartCount": 0, "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+    assert failures(init=(done,)) == ()
+
+
+def test_an_init_container_that_fails() -> None:
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    (failure,) = failures(init=({"name": "setup", "restartCount": 1, "state": ended},))
+    assert (failure.init, failure.reason, failure.exit_code) == (True, "OOMKilled", 137)
+
+
+def test_the_template_hash_is_the_newest_revisions() -> None:
+    def replica_set(revision: str, hash_: str, owner: str = "d") -> dict[str, Any]:
+        return {
+            "metadata": {
+                "annotations": {"deployment.kubernetes.io/revision": revision},
+                "labels": {"pod-template-hash": hash_},
+                "ownerReferences": [{"uid": owner}],
+            }
+        }
+
+    deployment = {"metadata": {"uid": "d", "generation": 4}, "status": {"observedGeneration": 4}}
+    # A rolled back template gets the highest revision though its ReplicaSet is the oldest; 10 is more than 9.
+    sets = [replica_set("10", "old"), replica_set("9", "new"), replica_set("11", "foreign", owner="other")]
+    assert current_template_hash(deployment, sets) == "old"
+    assert current_template_hash({**deployment, "status": {"observedGeneration": 3}}, sets) is None
+    assert current_template_hash(deployment, []) is None
+    assert current_template_hash(None, sets) is None
+
+
+# Scraping -----------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """An HTTP server that answers GET /metrics as it is told, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self.answer: Callable[[], web.Response] = lambda: web.Response(text=OURS)
+        self.delay = 0.0
+        self.port = 0
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        self.calls += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(self.delay)
+            return self.answer()
+        finally:
+            self.at_once -= 1
+
+
+@contextlib.asynccontextmanager
+async def engine_and_scraper(
+    clock: Callable[[], float], *, patience: float = 2.0, concurrency: int = 4
+) -> AsyncIterator[tuple[Engine, Scraper]]:
+    engine = Engine()
+    app = web.Application()
+    app.router.add_get("/metrics", engine.metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    engine.port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield (
+                engine,
+                Scraper(
+                    session,
+                    interval=30.0,
+                    concurrency=concurrency,
+                    timeout=patience,
+                    clock=clock,
+                    random_unit=lambda: 1.0,
+                    port=engine.port,
+                ),
+            )
+    finally:
+        await runner.cleanup()
+
+
+def ready_pod(uid: str = "u") -> ObservedPod:
+    body = pod_body(conditions=[{"type": "Ready", "status": "True"}])
+    return replace(observed_pod(body), uid=uid)
+
+
+async def test_a_pod_is_scraped_once_an_interval_however_often_it_is_observed() -> None:
+    now = 100.0
+    async with engine_and_scraper(lambda: now) as (engine, scraper):
+        for _ in range(5):
+            (pod,) = await scraper.observe([ready_pod()])
+        assert engine.calls == 1
+        assert pod.metrics is not None
+        assert (pod.metrics.prefix_cache_hits, pod.metrics.scraped_at) == (1500.0, 100.0)
+        now = 126.0
+        await scraper.observe([ready_pod()])
+        assert engine.calls == 1
+        now = 127.0  # 0.9 of the interval: a reconcile that comes a little early still finds it due
+        (pod,) = await scraper.observe([ready_pod()])
+        assert engine.calls == 2
+        assert pod.metrics is not None
+        assert pod.metrics.scraped_at == 127.0
+
+
+async def test_only_pods_that_can_answer_are_asked() -> None:
+    async with engine_and_scraper(lambda: 0.0) as (engine, scraper):
+        pods = [
+            replace(ready_pod("a"), ready=False),
+            replace(ready_pod("b"), ip=None),
+            replace(ready_pod("c"), terminating=True),
+        ]
+        assert await scraper.observe(pods) == tuple(pods)
+        assert engine.calls == 0
+
+
+async def test_a_pod_that_is_not_ready_any_more_has_no_old_figures() -> None:
+    async with engine_and_scraper(lambda: 0.0) as (_, scraper):
+        await scraper.observe([ready_pod()])
+        (pod,) = await scraper.observe([replace(ready_pod(), ready=False)])
+        assert pod.metrics is None
+
+
+async def test_one_engine_in_trouble_does_not_harm_the_others_and_is_asked_again_soon() -> None:
+    now = 0.0
+    async with engine_and_scraper(lambda: now, patience=0.1) as (engine, scraper):
+        engine.answer = lambda: web.Response(status=500)
+        sound, lost = ready_pod("a"), replace(ready_pod("b"), ip="127.0.0.2")
+        first, second = await scraper.observe([sound, lost])
+        assert first.metrics_error == "/metrics answered 500"
+        assert second.metrics_error
+        assert first.metrics is None
+        engine.answer = lambda: web.Response(text="vllm:kv_cache_usage_perc nonsense")
+        now = 5.0
+        (first,) = await scraper.observe([sound])
+        assert first.metrics_error
+        engine.delay = 1.0
+        now = 10.0
+        (first,) = await scraper.observe([sound])
+        assert first.metrics_error
+        assert engine.calls == 3
+        engine.delay, engine.answer, now = 0.0, lambda: web.Response(text=OURS), 15.0
+        (first,) = await scraper.observe([sound])
+        assert first.metrics_error is None
+        assert first.metrics is not None
+
+
+async def test_an_endless_answer_is_cut_off() -> None:
+    async with engine_and_scraper(lambda: 0.0) as (engine, scraper):
+        engine.answer = lambda: web.Response(text="x" * (8 * 1024 * 1024 + 1))
+        (pod,) = await scraper.observe([ready_pod()])
+        assert pod.metrics_error == "/metrics is longer than 8388608 bytes"
+
+
+async def test_concurrency_is_bounded_over_all_services() -> None:
+    async with engine_and_scraper(lambda: 0.0, concurrency=2) as (engine, scraper):
+        engine.delay = 0.02
+        services = [[ready_pod(f"{service}{pod}") for pod in range(3)] for service in "ab"]
+        await asyncio.gather(*(scraper.observe(pods) for pods in services))
+        assert engine.calls == 6
+        assert engine.most_at_once == 2
+
+
+async def test_a_pod_that_is_gone_is_forgotten() -> None:
+    async with engine_and_scraper(lambda: 0.0) as (engine, scraper):
+        await scraper.observe([ready_pod()])
+        scraper.forget(["u"])
+        await scraper.observe([ready_pod()])
+        assert engine.calls == 2
