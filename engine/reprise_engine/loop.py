@@ -51,7 +51,11 @@ class EngineCore:
         step = self._scheduler.schedule(self._clock())
         if step is None:
             return ()
-        result = self._runner.run(step)
+        try:
+            result = self._runner.run(step)
+        except BaseException:  # Ctrl-C in a notebook too
+            self._scheduler.discard(step)
+            raise
         return self._scheduler.commit(step, result, self._clock())
 
     def stats(self) -> SchedulerStats:

@@ -248,6 +248,14 @@ class Scheduler:
                 outputs.append(self._append(state, token, result.logprobs.get(part.request_id), now))
         return tuple(outputs)
 
+    def discard(self, step: Step) -> None:
+        """Forgets `step`, whose run failed, and its requests; what it may have written never enters the index."""
+        if step is not self._in_flight:
+            raise RuntimeError(f"discard of step {step.step_id}: not awaited")
+        self._in_flight = None
+        for part in step.requests:
+            self._drop(self._states[part.request_id])
+
     def _make_room(self) -> None:
         """Gives every running request blocks for its known tokens, preempting from the end where there are none."""
         running = self._running
