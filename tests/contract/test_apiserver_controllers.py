@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.apiserver.replay import client_of
 from tests.support.apiserver import start_api_server
-from tests.support.emulated_controllers import rollout_scale, share
+from tests.support.emulated_rollout import rollout_scale, share
 from tests.support.kube_assets import find_kube_assets
 
 Json = dict[str, Any]

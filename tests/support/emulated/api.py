@@ -296,7 +296,7 @@ class Api:
         return {**new, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": meta}
 
     def _check(self, resource: Resource, new: Json, old: Json | None) -> None:
-        causes = validate(new, old, resource.schema, metadata_causes(new["metadata"]))
+        causes = validate(new, old, resource.validator, metadata_causes(new["metadata"]))
         typed = [cause for cause in causes if cause.reason == "FieldValueTypeInvalid"]
         if not resource.custom and typed:
             raise errors.bad_request(f"{_unreadable(resource)}: {typed[0]}")

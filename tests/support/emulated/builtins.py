@@ -14,7 +14,7 @@ import yaml
 from kubernetes.client import models
 
 from .errors import Cause, Json, bad_request
-from .schema import PRESERVE
+from .schema import PRESERVE, validator_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class Resource:
     """The structs a typed object always has: nobody owns them, only what is in them."""
     since: int = 0
     """Changes before this version cannot be watched."""
+
+    @functools.cached_property
+    def validator(self) -> Any:
+        return validator_of(self.schema)
 
     @property
     def api_version(self) -> str:

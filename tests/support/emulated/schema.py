@@ -105,18 +105,18 @@ def set_defaults(value: Any, schema: Json) -> None:
             set_defaults(item, schema.get("items", {}))
 
 
-def validate(value: Json, old: Json | None, schema: Json, before: list[Cause]) -> list[Cause]:
+def validate(value: Json, old: Json | None, validator: Any, before: list[Cause]) -> list[Cause]:
     """What the schema and its rules refuse, in the words of the real server, after what was refused before."""
-    causes = before + [_cause(error) for error in _validator(json.dumps(schema)).iter_errors(value)]
-    causes += _duplicates(value, schema, "")
+    causes = before + [_cause(error) for error in validator.iter_errors(value)]
+    causes += _duplicates(value, validator.schema, "")
     if any(cause.reason in BLOCKING for cause in causes):
         return [*causes, NOT_CHECKED]
-    return causes + list(_rules(value, old, schema, ""))
+    return causes + list(_rules(value, old, validator.schema, ""))
 
 
-@functools.lru_cache(maxsize=256)
-def _validator(schema: str) -> Any:
-    return _Validator(json.loads(schema))
+def validator_of(schema: Json) -> Any:
+    """A jsonschema validator that speaks of structural schemas; making one is the slow part."""
+    return _Validator(schema)
 
 
 def _required(validator: Any, names: list[str], value: Any, schema: Json) -> Iterator[jsonschema.ValidationError]:
