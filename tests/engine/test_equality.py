@@ -1,0 +1,241 @@
+"""Greedy tokens are those of plain transformers (eager attention, float32), whatever the engine does to be fast:
+cache on and off, cold and warm, prompts in chunks that split blocks, batched and alone, preempted and evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from itertools import count, pairwise
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from reprise_engine.attention.cpu import CPUAttention
+from reprise_engine.config import ModelConfig, SchedulerConfig
+from reprise_engine.loop import EngineCore
+from reprise_engine.models.loader import LoadedModel, load_model
+from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
+from reprise_engine.runner.kv_cache import allocate_kv_cache
+from reprise_engine.runner.model_runner import ModelRunner
+from reprise_engine.scheduler import Scheduler
+from reprise_engine.step import BlockId, ScheduledRequest, Step
+from reprise_engine.text import load_tokenizer
+from tests.support.models import smollm2_path
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
+
+SMOLLM2 = "smollm2"
+MODELS = [*FAMILIES, pytest.param(SMOLLM2, marks=pytest.mark.real_model)]
+BLOCK_SIZE = 16
+# No prompt is a multiple of it, and neither is the block size: chunks end inside blocks.
+CHUNK = 21
+
+_SYSTEM = (
+    "You are the assistant of a small museum of clocks. It opens at ten and closes at six. Children enter for free. "
+    "The oldest clock was made in 1541 in Nuremberg. Answer briefly."
+)
+_QUESTIONS = ("When does the museum open?", "How much is a ticket for a child?", "Which clock is the oldest one here?")
+
+Prompts = tuple[tuple[TokenId, ...], ...]
+
+
+@cache
+def loaded(name: str) -> LoadedModel:
+    path = smollm2_path() if name == SMOLLM2 else tiny_model_path(name)
+    return load_model(ModelConfig(model=str(path), dtype="float32"), device=torch.device("cpu"))
+
+
+@cache
+def plain_transformers(name: str) -> PreTrainedModel:
+    """The same weights in a model of its own that knows nothing of us."""
+    ours = loaded(name)
+    config = deepcopy(ours.spec.config)
+    config._attn_implementation = "eager"
+    model = type(ours.module)(config)
+    model.load_state_dict(ours.module.state_dict())
+    model.train(False)
+    return model
+
+
+def num_new(name: str) -> int:
+    """Tokens to generate: enough to cross a block's border, and on the real model no more, since it takes a while."""
+    return 12 if name == SMOLLM2 else 20
+
+
+@cache
+def prompts_of(name: str) -> Prompts:
+    """Three prompts that share a prefix, and one that shares nothing and is a whole number of blocks."""
+    if name == SMOLLM2:
+        tokenizer = load_tokenizer(smollm2_path())
+        chats = [
+            tokenizer.encode(
+                tokenizer.render_chat([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]),
+                add_special_tokens=False,
+            )
+            for question in _QUESTIONS
+        ]
+        whole = tokenizer.encode("Once upon a time, in a land of clocks, " * 8)[: 4 * BLOCK_SIZE]
+        return (*chats, whole)
+    generator = torch.Generator().manual_seed(3)
+
+    def random_tokens(length: int) -> tuple[TokenId, ...]:
+        return tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist())
+
+    shared = random_tokens(75)
+    return (*(shared + random_tokens(length) for length in (6, 17, 30)), random_tokens(4 * BLOCK_SIZE))
+
+
+@cache
+def expected_tokens(name: str) -> tuple[tuple[TokenId, ...], ...]:
+    model = plain_transformers(name)
+    outputs: list[tuple[TokenId, ...]] = []
+    for prompt in prompts_of(name):
+        generated = model.generate(  # type: ignore[operator]  # transformers mixes `generate` in
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_new(name),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(tuple(generated[0, len(prompt) :].tolist()))
+    return tuple(outputs)
+
+
+@dataclass
+class Engine:
+    """A core over a shared model, with a pool and a scheduler of its own."""
+
+    core: EngineCore
+    scheduler: Scheduler
+    num_new: int
+    ids: count[int]
+
+    @classmethod
+    def make(cls, name: str, *, caching: bool = True, num_blocks: int = 128, budget: int = 2048) -> Engine:
+        model = loaded(name)
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_batched_tokens=budget),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            max_model_len=1024,
+        )
+        return cls(EngineCore(scheduler, make_runner(model, num_blocks)), scheduler, num_new(name), count())
+
+    def generate(self, prompts: Prompts) -> tuple[tuple[TokenId, ...], ...]:
+        """All prompts at once."""
+        requests = [
+            EngineRequest(
+                request_id=RequestId(str(next(self.ids))),
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=self.num_new, ignore_eos=True),
+                arrival_time=0.0,
+            )
+            for prompt in prompts
+        ]
+        assert self.core.submit(requests) == ()
+        generated: dict[RequestId, list[TokenId]] = {request.request_id: [] for request in requests}
+        while self.core.has_work():
+            for output in self.core.step():
+                generated[output.request_id] += output.new_token_ids
+            self.scheduler.check_invariants()
+        return tuple(tuple(generated[request.request_id]) for request in requests)
+
+
+def make_runner(model: LoadedModel, num_blocks: int) -> ModelRunner:
+    kv = allocate_kv_cache(
+        num_layers=model.spec.num_layers,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=model.kv_dtype,
+        device=model.device,
+    )
+    return ModelRunner(model, CPUAttention(), kv, seed=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("budget", [2048, CHUNK], ids=["whole", "chunks"])
+def test_batched_cold_and_warm(name: str, caching: bool, budget: int) -> None:
+    engine = Engine.make(name, caching=caching, budget=budget)
+    assert engine.generate(prompts_of(name)) == expected_tokens(name), "cold"
+    cold_hits = engine.core.stats().prefix_cache_hits
+    if not caching:
+        assert cold_hits == 0
+        return
+    assert engine.generate(prompts_of(name)) == expected_tokens(name), "warm"
+    # Whole blocks, and of a prompt that is nothing else all but the last token.
+    known = sum(min(len(prompt) // BLOCK_SIZE * BLOCK_SIZE, len(prompt) - 1) for prompt in prompts_of(name))
+    assert engine.core.stats().prefix_cache_hits - cold_hits == known
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_alone_and_one_after_the_other(name: str) -> None:
+    engine = Engine.make(name)
+    alone = tuple(engine.generate((prompt,))[0] for prompt in prompts_of(name))
+    assert alone == expected_tokens(name)
+    assert engine.core.stats().prefix_cache_hits > 0, "the second prompt shares a prefix with the first"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("budget", [2048, CHUNK], ids=["whole", "chunks"])
+def test_a_pool_so_small_that_it_preempts_and_evicts(name: str, budget: int) -> None:
+    """It holds the longest sequence and a little, while four want to run; all run twice."""
+    longest = max(len(prompt) for prompt in prompts_of(name)) + num_new(name)
+    engine = Engine.make(name, num_blocks=-(-longest // BLOCK_SIZE) + 3, budget=budget)
+    assert engine.generate(prompts_of(name)) == expected_tokens(name)
+    assert engine.generate(prompts_of(name)[::-1]) == expected_tokens(name)[::-1]
+    stats = engine.core.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_evicted_blocks > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generated_tokens_are_cached_too_and_serve_the_next_turn(name: str) -> None:
+    engine = Engine.make(name)
+    prompt, answer = prompts_of(name)[0], expected_tokens(name)[0]
+    engine.generate((prompt,))
+    turn = (*prompt, *answer, *prompts_of(name)[3][:9])
+    before = engine.core.stats().prefix_cache_hits
+    warm = engine.generate((turn,))
+    # The last generated token was never computed, so its block may be missing.
+    known = (len(prompt) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert engine.core.stats().prefix_cache_hits - before == known
+    assert warm == Engine.make(name, caching=False).generate((turn,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_stay_within_rounding_of_transformers(name: str) -> None:
+    """Warm: the first two thirds of the prompt in two earlier steps, one of which ends inside a block."""
+    prompt = prompts_of(name)[2]
+    runner = make_runner(loaded(name), 32)
+    cuts = [0, CHUNK, 2 * len(prompt) // 3, len(prompt)]
+    for start, end in pairwise(cuts[:-1]):
+        runner.run(_part(prompt[:end], start))
+    logits = runner.logits(_part(prompt, cuts[-2]))[0]
+    with torch.inference_mode():
+        expected = plain_transformers(name)(torch.tensor([prompt])).logits[0, -1]
+    error = (logits - expected).abs().max().item()
+    assert error < 2e-5 * expected.abs().max().item(), f"greatest error of a logit: {error}"
+
+
+def _part(tokens: Sequence[TokenId], start: int) -> Step:
+    return Step(
+        step_id=0,
+        requests=(
+            ScheduledRequest(
+                request_id=RequestId("r"),
+                token_ids=tuple(tokens[start:]),
+                start=start,
+                block_table=tuple(BlockId(block) for block in range(32)),
+                samples=True,
+                sampling=SamplingParams(temperature=0.0),
+            ),
+        ),
+    )
