@@ -1,7 +1,8 @@
-"""Kubernetes Events (events.k8s.io/v1) about InferenceServices: what `kubectl describe` shows.
+"""Kubernetes Events about InferenceServices: what `kubectl describe` shows.
 
-The same event again is counted in its series, not written anew: one that repeats within `SERIES_SECONDS` is a patch at
-most every `PATCH_SECONDS`. Events are a courtesy: one that cannot be written is logged, and nothing else fails.
+The same event again is counted, not written anew: one that repeats within `SERIES_SECONDS` is a patch at most every
+`PATCH_SECONDS`. Events are a courtesy: one that cannot be written is logged, and nothing else fails.
+They are of v1, whose count and times every client shows; the API server offers them under events.k8s.io/v1 as well.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from reprise_operator.api import ClusterError
 from reprise_operator.cluster import Cluster
+from reprise_operator.conditions import timestamp
 from reprise_operator.settings import FIELD_MANAGER, GROUP, KIND, VERSION
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ SERIES_SECONDS = 1800.0
 PATCH_SECONDS = 60.0
 REMEMBERED = 4096
 MAX_NOTE = 1024
-"""Characters; the API server refuses a longer note."""
+"""Characters: the limit of events.k8s.io/v1."""
 
 EventType = Literal["Normal", "Warning"]
 
@@ -71,7 +72,7 @@ class Recorder:
                 return
             series = replace(known, count=known.count + 1, last=now)
             if now - known.patched >= PATCH_SECONDS:
-                change = {"series": {"count": series.count, "lastObservedTime": _micro_time(now)}}
+                change = {"count": series.count, "lastTimestamp": timestamp(now)}
                 await self._cluster.patch_event(namespace, series.name, change)
                 series = replace(series, patched=now)
             self._remember(key, series)
@@ -89,17 +90,20 @@ class Recorder:
         metadata = service["metadata"]
         note = happening.note
         return {
-            "apiVersion": "events.k8s.io/v1",
+            "apiVersion": "v1",
             "kind": "Event",
             "metadata": {"name": name, "namespace": metadata["namespace"]},
-            "eventTime": _micro_time(now),
-            "reportingController": f"{GROUP}/{FIELD_MANAGER}",
-            "reportingInstance": self._instance,
             "type": happening.type,
             "reason": happening.reason,
             "action": happening.action,
-            "note": note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE - 1]}…",
-            "regarding": {
+            "message": note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE - 1]}…",
+            "count": 1,
+            "firstTimestamp": timestamp(now),
+            "lastTimestamp": timestamp(now),
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": f"{GROUP}/{FIELD_MANAGER}",
+            "reportingInstance": self._instance,
+            "involvedObject": {
                 "apiVersion": f"{GROUP}/{VERSION}",
                 "kind": KIND,
                 "namespace": metadata["namespace"],
@@ -108,10 +112,6 @@ class Recorder:
                 "resourceVersion": metadata.get("resourceVersion"),
             },
         }
-
-
-def _micro_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 _ANNOUNCED = ("Ready", "Stalled", "MemoryTuned")
@@ -133,7 +133,8 @@ def transitions(previous: Body, status: Body) -> tuple[Happening, ...]:
             # What Stalled says already is not said twice; what was never ready has not lost anything.
             if was.get("status") != "True" or after.get("Stalled", {}).get("status") == "True":
                 continue
-            event_type = "Warning"
+            if after.get("Reconciling", {}).get("status") != "True":  # a rollout that is under way is no alarm
+                event_type = "Warning"
         elif kind == "Stalled":
             if value != "True":
                 continue

@@ -40,7 +40,7 @@ SERVICES = ResourceType("v1", "Service", "services")
 PODS = ResourceType("v1", "Pod", "pods")
 SECRETS = ResourceType("v1", "Secret", "secrets")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
-EVENTS = ResourceType("events.k8s.io/v1", "Event", "events")
+EVENTS = ResourceType("v1", "Event", "events")
 LEASES = ResourceType("coordination.k8s.io/v1", "Lease", "leases")
 
 CHILD_TYPES = (DEPLOYMENTS, SERVICES)
@@ -65,7 +65,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         # Whether it exists, by a metadata-only request: the content is never read.
         ("", "secrets"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
-        ("events.k8s.io", "events"): {"create", "patch"},
+        ("", "events"): {"create", "patch"},
     }
 )
 """What cluster.py sends for the resources it serves, in the namespaces it serves."""

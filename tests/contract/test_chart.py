@@ -122,11 +122,10 @@ def test_every_value_has_a_schema_and_a_wrong_one_is_refused() -> None:
 
 @pytest.mark.parametrize("values", [{}, {"watchNamespace": NAMESPACE}], ids=["cluster", "namespaced"])
 def test_it_applies(api_server: ApiServer, values: dict[str, Any]) -> None:
-    kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path, namespace=NAMESPACE)
-    if kubectl.get("namespace", NAMESPACE) is None:
-        kubectl("create", "namespace", NAMESPACE)
     if not api_server.has_controller_manager:
         pytest.skip("the emulated API server has no RBAC kinds")
+    kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path, namespace=NAMESPACE)
+    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     # The real API server checks every field: an unknown one is an error with strict validation.
     kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(render(values)))
     applied = kubectl.get("deployment", f"{RELEASE}-reprise-operator")

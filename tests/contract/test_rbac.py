@@ -33,6 +33,7 @@ from reprise_operator.leader import Leadership
 from reprise_operator.settings import GROUP, PLURAL
 from tests.contract.test_chart import NAMESPACE, RELEASE, render
 from tests.support.apiserver import ApiServer
+from tests.support.cluster import CRD
 from tests.support.kubectl import Kubectl, eventually
 
 Granted = dict[Permission, frozenset[str]]
@@ -165,10 +166,9 @@ def account(api_server: ApiServer, request: pytest.FixtureRequest) -> Iterator[C
     if not api_server.has_controller_manager:
         pytest.skip("the emulated API server has no RBAC")
     kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path, namespace=NAMESPACE)
-    if kubectl.get("namespace", NAMESPACE) is None:
-        kubectl("create", "namespace", NAMESPACE)
+    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
-    kubectl("apply", "--server-side", "-f", "crds/")
+    kubectl("apply", "--server-side", "-f", str(CRD))
     manifests = [manifest for manifest in render(request.param) if manifest["kind"] != "Deployment"]
     text = yaml.safe_dump_all(manifests)
     kubectl("apply", "--server-side", "-f", "-", stdin=text)

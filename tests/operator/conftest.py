@@ -36,7 +36,8 @@ def kubectl(crd_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setenv("KUBECONFIG", str(crd_server.kubeconfig_path))
     assert os.environ["KUBECONFIG"]
     kubectl = Kubectl(kubeconfig=crd_server.kubeconfig_path, namespace=f"op-{uuid.uuid4().hex[:8]}")
-    kubectl("create", "namespace", kubectl.namespace)
+    # Applied, not created: kubectl creates in protobuf, which the emulated API server does not read.
+    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kubectl.namespace}})
     if crd_server.has_controller_manager:
         eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
     yield kubectl

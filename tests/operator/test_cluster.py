@@ -17,6 +17,7 @@ from reprise_operator.kinds import ResourceType
 from reprise_operator.leader import Leadership, LeadershipLost, LeaseTimes
 from reprise_operator.naming import OWNER_UID_LABEL
 from reprise_operator.observed import ObservedChild
+from tests.support.apiserver import ApiServer
 from tests.support.kubectl import Kubectl
 
 JSON = st.recursive(
@@ -59,7 +60,7 @@ def network_service(namespace: str, *, port: int = 8000, uid: str = "u1", name: 
 
 def owned(kubectl: Kubectl) -> dict[str, Any]:
     """An owner that exists (the garbage collector deletes the children of one that does not), and what it owns."""
-    kubectl("create", "configmap", "owner")
+    kubectl.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "owner"}})
     owner = kubectl.get("configmap", "owner")
     assert owner is not None
     uid = owner["metadata"]["uid"]
@@ -159,7 +160,11 @@ async def test_one_that_appeared_meanwhile_is_not_taken_over(cluster: Cluster, k
     assert (live["spec"]["selector"], live["spec"]["ports"][0]["port"]) == ({"app": "theirs"}, 99)
 
 
-async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(cluster: Cluster, kubectl: Kubectl) -> None:
+async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(
+    cluster: Cluster, kubectl: Kubectl, crd_server: ApiServer
+) -> None:
+    if not crd_server.has_controller_manager:
+        pytest.skip("the emulated API server does not validate ports")
     manifest = owned(kubectl)
     await cluster.apply(manifest, present=None)
     manifest["spec"]["ports"][0]["port"] = 70_000
@@ -191,7 +196,7 @@ async def test_delete_only_takes_the_very_object(cluster: Cluster, kubectl: Kube
 
 
 async def test_what_does_not_exist_is_missing(cluster: Cluster, kubectl: Kubectl) -> None:
-    kubectl("create", "secret", "generic", "there", "--from-literal=api-key=x")
+    kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "there"}})
     assert await cluster.missing_secrets(kubectl.namespace, ["there", "absent"]) == ("absent",)
     assert await cluster.missing_claims(kubectl.namespace, ["absent"]) == ("absent",)
     assert await cluster.get_service(Key(kubectl.namespace, "absent")) is None

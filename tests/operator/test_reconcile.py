@@ -127,8 +127,8 @@ class Bench:
         return dict(found)
 
     def events(self) -> list[tuple[str, str]]:
-        listed = self.kubectl.list("events.events.k8s.io")
-        ours = [event for event in listed if event["regarding"]["kind"] == "InferenceService"]
+        listed = self.kubectl.list("events")
+        ours = [event for event in listed if event["involvedObject"]["kind"] == "InferenceService"]
         ours.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
         return [(event["type"], event["reason"]) for event in ours]
 
@@ -378,7 +378,7 @@ async def test_a_secret_that_does_not_exist_is_named_and_its_creation_is_the_cur
     assert (status, reason) == ("True", "SecretNotFound")
     assert "keys" in message
     assert (await bench.reconcile()) is not None, "it looks again by itself: no event tells of the Secret"
-    bench.kubectl("create", "secret", "generic", "keys", "--from-literal=api-key=x")
+    bench.kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}})
     await bench.settle()
     assert bench.condition("Stalled")[0] == "False"
 

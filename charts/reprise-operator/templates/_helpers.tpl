@@ -66,7 +66,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   resources: [secrets]
   verbs: [get]
 {{- end }}
-- apiGroups: [events.k8s.io]
+- apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
 {{- end }}
