@@ -79,6 +79,7 @@ def _ended_badly(log: Path) -> None:
 
 
 def _write_multimodal(folder: Path) -> None:
-    folder.mkdir(parents=True)
+    """A folder that lacks nothing but a supported architecture."""
+    make_tiny_model("llama", folder)
     config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))

@@ -57,8 +57,8 @@ def named_site() -> Iterator[Site]:
 
 
 def values() -> Manifest:
-    """Of the chart: the images under test."""
-    chosen: Manifest = {}
+    """Of the chart: the images under test, and figures within seconds."""
+    chosen: Manifest = {"extraArgs": ["--scrape-seconds=2", "--status-min-interval-seconds=2"]}
     if image := os.environ.get("REPRISE_E2E_OPERATOR_IMAGE"):
         repository, _, tag = image.rpartition(":")
         chosen["image"] = {"repository": repository, "tag": tag}

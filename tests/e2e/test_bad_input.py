@@ -102,7 +102,7 @@ def test_a_name_that_is_taken_is_left_alone(site: Site) -> None:
     assert "ownerReferences" not in found["metadata"]
     # The way out that the message offers: once the name is free, the service goes on by itself.
     site.kubectl.delete("deployment", "taken")
-    service.wait_ready()
+    service.wait_condition("Ready", "True", "Ready")
     service.delete()
 
 
