@@ -270,7 +270,7 @@ async def test_a_pod_that_is_not_ready_any_more_has_no_old_figures() -> None:
 
 async def test_one_engine_in_trouble_does_not_harm_the_others_and_is_asked_again_soon() -> None:
     now = 0.0
-    async with engine_and_scraper(lambda: now, patience=0.1) as (engine, scraper):
+    async with engine_and_scraper(lambda: now, patience=1.5) as (engine, scraper):
         engine.answer = lambda: web.Response(status=500)
         sound, lost = ready_pod("a"), replace(ready_pod("b"), ip="127.0.0.2")
         first, second = await scraper.observe([sound, lost])
@@ -281,7 +281,7 @@ async def test_one_engine_in_trouble_does_not_harm_the_others_and_is_asked_again
         now = 5.0
         (first,) = await scraper.observe([sound])
         assert first.metrics_error
-        engine.delay = 1.0
+        engine.delay = 4.0
         now = 10.0
         (first,) = await scraper.observe([sound])
         assert first.metrics_error
