@@ -11,11 +11,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from . import errors
-from .builtins import Resource, admit, builtin_resources, check, prepare
+from .builtins import Resource, admit, builtin_resources, prepare
 from .definitions import definition_causes, establish
 from .errors import ApiError, Cause, Json
 from .fields import Managers, Path, check_declared, compare, to_set
 from .patch import json_patch, merge_patch, strategic_merge
+from .rules import check, unreadable
 from .schema import metadata_causes, prune, set_defaults, validate
 from .store import Store
 from .table import json_path
@@ -300,6 +301,8 @@ class Api:
         typed = [cause for cause in causes if cause.reason == "FieldValueTypeInvalid"]
         if not resource.custom and typed:
             raise errors.bad_request(f"{_unreadable(resource)}: {typed[0]}")
+        if not resource.custom and (why := unreadable(resource, new)):
+            raise errors.bad_request(f"{_unreadable(resource)}: {why}")
         path = resource.scale_paths.get("specReplicasPath", "")
         asked = json_path(new, path) if path else None
         if resource.custom and isinstance(asked, int) and asked < 0:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from kubernetes.client import models
 
-from .errors import Cause, Json, bad_request
+from .errors import Json, bad_request
 from .schema import PRESERVE, validator_of
 
 
@@ -218,41 +218,3 @@ def _namespace(new: Json, old: Json | None) -> None:
 
 
 _PREPARE = {"Pod": _pod, "Service": _service, "Secret": _secret, "Namespace": _namespace}
-
-
-def check(resource: Resource, new: Json, old: Json | None) -> list[Cause]:
-    """The refusals of built-in kinds that a workload meets, beyond types and required fields."""
-    spec = new.get("spec") or {}
-    causes: list[Cause] = []
-    if resource.kind in ("Deployment", "ReplicaSet"):
-        labels = spec.get("template", {}).get("metadata", {}).get("labels", {})
-        if any(labels.get(key) != value for key, value in spec.get("selector", {}).get("matchLabels", {}).items()):
-            shown = "{" + ",".join(f'"{key}":"{value}"' for key, value in sorted(labels.items())) + "}"
-            message = f"Invalid value: {shown}: `selector` does not match template `labels`"
-            causes.append(Cause("FieldValueInvalid", "spec.template.metadata.labels", message))
-        if old is not None and old["spec"]["selector"] != spec.get("selector"):
-            labels = spec.get("selector", {}).get("matchLabels", {})
-            shown = '{"matchLabels":{' + ",".join(f'"{key}":"{value}"' for key, value in sorted(labels.items())) + "}}"
-            causes.append(Cause("FieldValueInvalid", "spec.selector", f"Invalid value: {shown}: field is immutable"))
-        if spec.get("template", {}).get("spec", {}).get("containers") == []:
-            causes.append(Cause("FieldValueRequired", "spec.template.spec.containers", "Required value"))
-    if resource.kind == "Service":
-        names = [port.get("name") for port in spec.get("ports", [])]
-        for i, name in enumerate(names):
-            if name and name in names[:i]:
-                causes.append(Cause("FieldValueDuplicate", f"spec.ports[{i}].name", f'Duplicate value: "{name}"'))
-    if resource.kind == "Pod" and old is not None:
-        changed = {key for key in {*spec, *old["spec"]} if spec.get(key) != old["spec"].get(key)}
-        if changed - {
-            "containers",
-            "initContainers",
-            "activeDeadlineSeconds",
-            "tolerations",
-            "terminationGracePeriodSeconds",
-            "nodeName",
-        }:
-            message = (
-                f"Forbidden: pod updates may not change fields other than `spec.containers[*].image`: {sorted(changed)}"
-            )
-            causes.append(Cause("FieldValueForbidden", "spec", message))
-    return causes
