@@ -122,12 +122,19 @@ async def test_what_somebody_else_edited_is_set_back(cluster: Cluster, kubectl: 
     assert [owner["name"] for owner in live["metadata"]["ownerReferences"]] == ["owner"]
 
 
-async def test_after_a_repair_our_lists_are_ours_alone(cluster: Cluster, kubectl: Kubectl) -> None:
+async def test_after_a_repair_our_lists_are_ours_alone(
+    cluster: Cluster, kubectl: Kubectl, crd_server: ApiServer
+) -> None:
     """Two owners of a list's element, and a later apply without it could not remove it."""
     manifest = owned(kubectl)
     await cluster.apply(manifest, present=None)
     kubectl.patch("service", "web", {"spec": {"ports": [{"name": "http", "port": 81, "targetPort": "http"}]}})
-    assert (await cluster.apply(manifest, present=await child(cluster, manifest))).outcome is ApplyOutcome.CHANGED
+    repaired = await cluster.apply(manifest, present=await child(cluster, manifest))
+    assert repaired.outcome is ApplyOutcome.CHANGED
+    assert repaired.body is not None
+    owners = {(entry["manager"], entry["operation"]) for entry in repaired.body["metadata"]["managedFields"]}
+    if crd_server.has_controller_manager:  # the emulated API server keeps managedFields to itself
+        assert owners == {("reprise-operator", "Apply")}
     manifest["spec"]["ports"][0]["port"] = 82
     result = await cluster.apply(manifest, present=await child(cluster, manifest))
     assert result.outcome is ApplyOutcome.CHANGED

@@ -6,11 +6,12 @@ from typing import Any
 
 import kopf
 import pytest
+from kopf._cogs.structs import references
 from kubernetes.aio.client import Configuration
 
 from reprise_operator.cluster import Key
 from reprise_operator.handlers import COALESCE_SECONDS, Waker, connection_info, kopf_settings, register
-from reprise_operator.kinds import CHILD_TYPES, DEPLOYMENTS, SERVICES
+from reprise_operator.kinds import CHILD_TYPES, DEPLOYMENTS, INFERENCE_SERVICES, PODS, REPLICA_SETS, SERVICES
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import child_name
 from reprise_operator.spec import identity_of
@@ -163,8 +164,19 @@ def test_kopf_writes_nothing_of_its_own() -> None:
     assert not kopf_settings(namespaced=False).scanning.disabled
     registry = kopf.OperatorRegistry()
     register(registry, Woken().waker)
-    watched = registry._watching.get_all_handlers()
-    assert len(watched) == 4
+    selectors = [handler.selector for handler in registry._watching.get_all_handlers()]
+    resources = [
+        references.Resource(
+            group=kind.group,
+            version=kind.api_version.rpartition("/")[2],
+            plural=kind.plural,
+            kind=kind.kind,
+            preferred=True,
+        )
+        for kind in (INFERENCE_SERVICES, DEPLOYMENTS, SERVICES, PODS, REPLICA_SETS)
+    ]
+    watched = [kind.plural for kind in resources if any(selector and selector.check(kind) for selector in selectors)]
+    assert watched == ["inferenceservices", "deployments", "services", "pods"]
     # A finalizer comes with a daemon, a timer or an on.delete handler; a patch with an on.create, update or resume.
     assert not registry._spawning.get_all_handlers()
     assert not registry._changing.get_all_handlers()
