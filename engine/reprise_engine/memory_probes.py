@@ -17,10 +17,10 @@ _API_PROCESS = 192 * _MIB
 _LEAST_ENGINE_PROCESS = 256 * _MIB
 # Keys of one layer gathered at once for a group of decoding requests (attention/cpu.py).
 _GATHERED_KEYS = 16384
-# Rows sampled at once (sampler.py) and the bytes one of their scores takes: sorted scores, token ids, probabilities,
+# Rows sampled at once (sampler.py) and the bytes one of their scores takes: sorted scores, token ids, masks, copies,
 # cumulative sums in float64.
 _SAMPLED_ROWS = 16
-_BYTES_PER_SAMPLED_SCORE = 40
+_BYTES_PER_SAMPLED_SCORE = 64
 
 
 def cgroup_memory_limit(
@@ -93,5 +93,5 @@ def estimate_cpu_activations(spec: ModelSpec, scheduler: SchedulerConfig, *, max
     inner = max(spec.intermediate_size, spec.expert_size * spec.experts_per_token)
     mlp = 4 * 4 * tokens * inner
     sampled = min(scheduler.max_num_seqs, tokens)
-    head = 2 * 4 * sampled * spec.vocab_size + min(sampled, _SAMPLED_ROWS) * spec.vocab_size * _BYTES_PER_SAMPLED_SCORE
+    head = 3 * 4 * sampled * spec.vocab_size + min(sampled, _SAMPLED_ROWS) * spec.vocab_size * _BYTES_PER_SAMPLED_SCORE
     return residual + max(attention, mlp, head)

@@ -8,10 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reprise_engine.config import CacheConfig
+from reprise_engine.config import CacheConfig, SchedulerConfig
 from reprise_engine.errors import InsufficientMemory
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
-from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
+from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
+from reprise_engine.models.files import find_weights
+from reprise_engine.models.spec import read_spec
+from tests.support.tiny_models import tiny_model_path
 
 MIB = 1024**2
 GIB = 1024**3
@@ -197,3 +200,18 @@ def test_the_process_counts_without_its_weights_but_never_as_nothing() -> None:
     resident = psutil.Process().memory_info().rss
     assert engine_process_bytes(weights=0) == pytest.approx(resident + 192 * MIB, rel=0.1)
     assert engine_process_bytes(weights=100 * GIB) == (256 + 192) * MIB
+
+
+def test_activations_are_counted_from_the_shapes_and_grow_with_each() -> None:
+    spec = read_spec(find_weights(str(tiny_model_path("qwen3"))))
+
+    def estimate(*, tokens: int = 2048, seqs: int = 64, length: int = 2048, wide: int = 128) -> int:
+        config = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        return estimate_cpu_activations(replace(spec, intermediate_size=wide), config, max_model_len=length)
+
+    # By hand: residual 4 · 2048 · 64 · 4; attention 4 · (3 · 2048 · 8 heads · 32 + 3 · 16384 · 2 · 32).
+    assert estimate() == 2_097_152 + 18_874_368
+    assert estimate(tokens=4096) > estimate()
+    assert estimate(length=100_000) > estimate()
+    assert estimate(wide=4096) > estimate()
+    assert estimate(seqs=2048) == estimate(), "a vocabulary of 400 never dominates"

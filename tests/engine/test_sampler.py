@@ -90,6 +90,28 @@ def test_draw_is_the_inverse_of_the_reference_distribution(
     assert cumulative[choice.token_id] > low
 
 
+@pytest.mark.parametrize(
+    ("options", "possible"),
+    [
+        ({"top_p": 0.49}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"top_p": 0.79}, {0, 1}),
+        ({"top_p": 0.81}, {0, 1, 2}),
+        ({"top_p": 1e-9}, {0}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 1}),  # of the three kept, 0.5 and 0.3 are 0.84
+        ({"min_p": 0.29}, {0, 1, 2}),  # 0.15 is 0.3 of the likeliest
+        ({"min_p": 0.31}, {0, 1}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_filters_keep_exactly_the_tokens_they_should(options: dict[str, float], possible: set[int]) -> None:
+    sampling = replace(SamplingParams(seed=1), **options)  # type: ignore[arg-type]
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(400, 1)
+    rows = [row(sampling, output_index=index) for index in range(400)]
+    assert {choice.token_id for choice in sample(logits, rows, engine_seed=0)} == possible
+
+
 def test_mixed_rows_do_not_disturb_each_other() -> None:
     params = [
         SamplingParams(temperature=0.0),
