@@ -297,16 +297,16 @@ class Scheduler:
                 # One that goes before it is computing just this block: when that is committed, it is a hit.
                 skipped += 1
                 continue
-            if not self._chunked and len(state.tokens) - match.num_tokens > builder.left:
+            fitting = self.kv.fitting(match, len(state.tokens))
+            if fitting is None or (not self._chunked and len(state.tokens) - fitting.num_tokens > builder.left):
                 return
-            copies = self.kv.admit(state.blocks, match, len(state.tokens))
-            if copies is None:
-                return
+            copies = self.kv.admit(state.blocks, fitting, len(state.tokens))
+            assert copies is not None, "a match that fits was refused"
             del waiting[skipped]
             insort(self._running, state, key=rank_of)
             builder.copies += copies
-            state.computed = match.num_tokens
-            self._account(state, match)
+            state.computed = fitting.num_tokens
+            self._account(state, fitting)
             builder.take(state, now)
 
     def _account(self, state: RequestState, match: Match) -> None:
@@ -341,7 +341,7 @@ class Scheduler:
         )
 
     def _preempt(self, state: RequestState) -> None:
-        self.kv.release(state.blocks)
+        self.kv.release(state.blocks, state.tokens, state.computed)
         state.computed = 0
         self._preemptions += 1
         remove(self._running, state)
@@ -349,7 +349,7 @@ class Scheduler:
 
     def _drop(self, state: RequestState) -> None:
         """Forgets a request; its blocks are free, or cached."""
-        self.kv.release(state.blocks)
+        self.kv.release(state.blocks, state.tokens, state.computed)
         del self._states[state.request_id]
         if not remove(self._running, state):
             remove(self._waiting, state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from reprise_engine.errors import ContextLengthExceeded
+from reprise_engine.kv.prefix_index import Node
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.step import Step
 from tests.engine.paged_fake import World
@@ -29,6 +32,16 @@ SAMPLINGS = st.builds(
     stop_token_ids=st.sampled_from([(), (3,), (3, 10, 20, 30, 40)]),
     skip_reading_prefix_cache=st.sampled_from([False, False, False, True]),
 )
+
+
+def prefix(node: Node) -> tuple[int, ...]:
+    """All tokens from the root to the end of this node."""
+    before = () if node.parent is None else prefix(node.parent)
+    return before + struct.unpack(f"<{node.num_tokens}I", node.tokens)
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -118,6 +131,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert freed == before.num_cached_blocks - scheduler.stats().num_cached_blocks
         assert success == (scheduler.stats().kv_cache_usage == 0.0)
         assert not success or scheduler.stats().num_cached_blocks == 0
+
+    @rule(prompt=PROMPTS, salt=st.sampled_from([None, "a", "b"]))
+    def look(self, prompt: tuple[int, ...], salt: str | None) -> None:
+        """A lookup finds as much as a comparison with every prefix in the index, token by token."""
+        kv = self.world.scheduler.kv
+        extra_keys = () if salt is None else (salt,)
+        best = max((common(prompt, prefix(node)) for node in kv.index if node.extra_keys == extra_keys), default=0)
+        found = kv.lookup(kv.sequence(cache_salt=salt), prompt).num_tokens
+        assert found == min(best, len(prompt) - 1)
 
     @invariant()
     def books_balance(self) -> None:

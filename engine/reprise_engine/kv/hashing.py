@@ -18,7 +18,8 @@ from reprise_engine.request import TokenId
 from reprise_engine.step import BlockHash
 
 TokenBytes = NewType("TokenBytes", bytes)
-"""The tokens of one block, 4 bytes each, little-endian: exact, comparable, and hashed by Python with a secret seed."""
+"""The tokens of a block, or of its beginning, 4 bytes each, little-endian: exact, comparable, hashed by Python with a
+secret seed."""
 
 ExtraKeys = tuple[str, ...]
 """What besides its tokens changes a prefix's KV or who may read it: () or (cache_salt,)."""
@@ -45,6 +46,11 @@ def sha256_block_hash(parent: BlockHash | None, tokens: TokenBytes, extra_keys: 
         digest.update(struct.pack("<I", len(encoded)))
         digest.update(encoded)
     return BlockHash(digest.digest())
+
+
+def encode_tokens(tokens: Sequence[TokenId]) -> TokenBytes:
+    """All of `tokens`, encoded. Raises struct.error for a token id that is not from 0 to MAX_TOKEN_ID."""
+    return TokenBytes(struct.pack(f"<{len(tokens)}I", *tokens))
 
 
 def encode_blocks(tokens: Sequence[TokenId], block_size: int) -> list[TokenBytes]:

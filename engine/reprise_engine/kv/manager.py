@@ -8,10 +8,16 @@ A sequence's blocks, as half-open intervals over `SequenceBlocks.blocks`:
 Lifecycle of a sequence:
     1. sequence()   nothing is allocated yet
     2. lookup()     what the index has of its tokens; changes nothing, may be repeated at no cost to the accounting
-    3. admit()      refers to the matched blocks and allocates all others that the known tokens need
+    3. fitting()    as much of the match as the pool has room for; admit() refers to its blocks and allocates all
+                    others that the known tokens need
     4. extend()     one block more, whenever generation reaches the end of the last one
     5. commit()     after each of its steps: blocks that the step filled enter the index
-    6. release()    finished, aborted or preempted: what is in the index stays there, unreferenced
+    6. release()    finished, aborted or preempted: what is in the index stays there, unreferenced, and so does the
+                    computed part of an unfinished block, as a tail
+
+Where a prompt goes another way inside a block, or ends or goes on where a tail does, the common part is used too: the
+whole block is copied into one of the sequence's own, which writes from the first slot that differs. So shared slots
+are never rewritten, and a copy is valid in every layout.
 
 A block enters the index only in commit(), so nobody can match what is not computed. Where two sequences computed the
 same block, commit() gives the second one the first one's block and frees the duplicate, after the page table has
@@ -24,7 +30,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reprise_engine.kv.block_pool import BlockPool, BlockState
-from reprise_engine.kv.hashing import BlockHasher, ExtraKeys, TokenBytes, encode_blocks, sha256_block_hash
+from reprise_engine.kv.hashing import (
+    BlockHasher,
+    ExtraKeys,
+    TokenBytes,
+    encode_blocks,
+    encode_tokens,
+    sha256_block_hash,
+)
 from reprise_engine.kv.prefix_index import Node, PrefixIndex
 from reprise_engine.request import TokenId
 from reprise_engine.step import BlockCopy, BlockId
@@ -43,6 +56,9 @@ class Match:
     source_tokens: int = 0
     num_tokens: int = 0
     """Tokens whose KV need not be computed: the shared blocks' and `source_tokens`."""
+
+    def without_copy(self) -> Match:
+        return Match(shared=self.shared, num_tokens=self.num_tokens - self.source_tokens)
 
 
 NO_MATCH = Match()
@@ -109,22 +125,30 @@ class KVCacheManager:
     def lookup(self, sequence: SequenceBlocks, tokens: Sequence[TokenId]) -> Match:
         """The longest computed prefix of `tokens` (all that are known), at most len(tokens) - 1 long.
 
-        One token at least is always left to compute, since the next one is sampled from its logits. When all tokens
-        are cached, the last block becomes the `source` of a copy into which that one token is computed again.
+        One token at least is always left to compute, since the next one is sampled from its logits. So where all
+        tokens are cached, the last block is the `source` of a copy into which that one token is computed again.
         """
         if not sequence.reads_cache:
             return NO_MATCH
-        self._encode(sequence, tokens, len(tokens) // self.block_size)
-        path = self.index.match(sequence.extra_keys, sequence.keys)
-        num_tokens = len(path) * self.block_size
-        if num_tokens < len(tokens):
-            return Match(shared=tuple(path), num_tokens=num_tokens)
-        last = path.pop()
-        num_tokens -= 1
-        source_tokens = self.block_size - 1
-        if not source_tokens:  # blocks of one token: nothing of the last one is worth a copy
-            return Match(shared=tuple(path), num_tokens=num_tokens)
-        return Match(shared=tuple(path), source=last, source_tokens=source_tokens, num_tokens=num_tokens)
+        size, limit = self.block_size, len(tokens) - 1
+        self._encode(sequence, tokens, len(tokens) // size)
+        path = self.index.match(sequence.extra_keys, sequence.keys[: limit // size])
+        num_tokens = len(path) * size
+        rest = encode_tokens(tokens[num_tokens : min(num_tokens + size, limit)])
+        source, common = self.index.nearest(path[-1] if path else None, sequence.extra_keys, rest)
+        return Match(shared=tuple(path), source=source, source_tokens=common, num_tokens=num_tokens + common)
+
+    def fitting(self, match: Match, num_tokens: int) -> Match | None:
+        """`match`, without the copy where only that has no room; None where `num_tokens` tokens do not fit at all.
+
+        A copy needs its source and its target at once. Without it no sequence needs more blocks than its own, so one
+        that fits the pool is never kept out by what it would reuse.
+        """
+        if self._fits(match, num_tokens):
+            return match
+        if match.source is not None and self._fits(match := match.without_copy(), num_tokens):
+            return match
+        return None
 
     def admit(self, sequence: SequenceBlocks, match: Match, num_tokens: int) -> tuple[BlockCopy, ...] | None:
         """Refers to what matched and allocates the other blocks of the first `num_tokens` tokens.
@@ -135,10 +159,9 @@ class KVCacheManager:
         held = [node.block for node in match.shared]
         if match.source is not None:
             held.append(match.source.block)
-        own = self.blocks_for(num_tokens) - len(match.shared)
-        unreferenced = sum(1 for block in held if not self.pool.references(block))
-        if own > self.pool.num_available - unreferenced:
+        if not self._fits(match, num_tokens):
             return None
+        own = self.blocks_for(num_tokens) - len(match.shared)
         self.pool.acquire(held)
         blocks = self._allocate(own)
         copies: tuple[BlockCopy, ...] = ()
@@ -163,8 +186,10 @@ class KVCacheManager:
                 return None
             return sequence.tip, sequence.extra_keys, sequence.keys[sequence.indexed]
         matched = len(match.shared)
-        if not sequence.reads_cache or match.source is not None or matched >= len(sequence.keys):
+        if not sequence.reads_cache or matched >= len(sequence.keys):
             return None
+        if match.source is not None and match.source.tokens == sequence.keys[matched]:
+            return None  # it is in the index; only its last token is computed again
         return (match.shared[-1] if match.shared else None), sequence.extra_keys, sequence.keys[matched]
 
     def extend(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
@@ -187,11 +212,17 @@ class KVCacheManager:
             self.pool.release((sequence.copy_source,))
             sequence.copy_source = None
 
-    def release(self, sequence: SequenceBlocks) -> None:
-        """Gives up all blocks. The sequence is as new: it may be looked up and admitted again."""
+    def release(self, sequence: SequenceBlocks, tokens: Sequence[TokenId] = (), num_computed: int = 0) -> None:
+        """Gives up all blocks. The sequence is as new: it may be looked up and admitted again.
+
+        The KV of tokens[:num_computed] is in its blocks: what of it fills no whole block stays in the index as a tail.
+        """
         if sequence.copy_source is not None:
+            # Its step did not end: nobody knows whether the copy was made.
             self.pool.release((sequence.copy_source,))
             sequence.copy_source = None
+        elif sequence.indexing and num_computed > sequence.indexed * self.block_size:
+            self._index_tail(sequence, tokens, num_computed)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.table = ()
@@ -205,8 +236,7 @@ class KVCacheManager:
         Returns (success, freed): success is False where blocks are in use; these stay as they are.
         """
         dropped = self.pool.drop_cached()
-        for block in dropped:
-            self.index.remove(block)
+        self.index.remove_all(dropped)
         return self.pool.num_active == 0, len(dropped)
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
@@ -226,6 +256,18 @@ class KVCacheManager:
             references = self.pool.references(BlockId(i))
             assert references == count, f"block {i}: {references} references, but {count} sequences have it"
         self._check_index()
+
+    def _fits(self, match: Match, num_tokens: int) -> bool:
+        held = len(match.shared) + (match.source is not None)
+        free = self.pool.num_available - (self.blocks_for(num_tokens) - len(match.shared))
+        if free >= held or free < 0:
+            return free >= 0
+        # Blocks of the match that nobody refers to count as available, but cannot be allocated as well.
+        references = self.pool.references
+        unreferenced = sum(1 for node in match.shared if not references(node.block))
+        if match.source is not None and not references(match.source.block):
+            unreferenced += 1
+        return free >= unreferenced
 
     def _allocate(self, count: int) -> list[BlockId]:
         blocks, evicted = self.pool.allocate(count)
@@ -250,6 +292,7 @@ class KVCacheManager:
             node = self.index.insert(sequence.tip, sequence.extra_keys, sequence.keys[i], own)
             if node.block == own:
                 self.pool.mark_indexed(own)
+                self._drop_superseded(node)
             elif sequence.reads_cache:
                 self.pool.acquire((node.block,))
                 blocks[i] = node.block
@@ -263,6 +306,22 @@ class KVCacheManager:
             sequence.table = tuple(blocks)
             self.pool.release(duplicates)
 
+    def _index_tail(self, sequence: SequenceBlocks, tokens: Sequence[TokenId], num_computed: int) -> None:
+        start = sequence.indexed * self.block_size
+        assert num_computed - start < self.block_size, "a full block was not committed"
+        block = sequence.blocks[sequence.indexed]
+        rest = encode_tokens(tokens[start:num_computed])
+        node = self.index.insert_tail(sequence.tip, sequence.extra_keys, rest, block)
+        if node is not None:
+            self.pool.mark_indexed(block)
+            self._drop_superseded(node)
+
+    def _drop_superseded(self, node: Node) -> None:
+        tail = self.index.superseded(node)
+        if tail is not None:
+            self.index.remove(tail.block)
+            self.pool.forget(tail.block)  # a copy of it under way keeps it to its end
+
     def _check_chain(self, sequence: SequenceBlocks) -> None:
         tip = sequence.tip
         for i in reversed(range(sequence.indexed)):
@@ -272,6 +331,7 @@ class KVCacheManager:
             )
             assert tip.tokens == sequence.keys[i], f"block {tip.block} holds other tokens than the sequence"
             assert self.index.node(tip.block) is tip, f"block {tip.block} left the index while in use"
+            assert tip.num_tokens == self.block_size, f"a sequence refers to the tail {tip.block}"
             tip = tip.parent
         assert tip is None, "the chain of a sequence does not start at the root"
         for block in sequence.blocks[sequence.indexed :]:
@@ -281,6 +341,7 @@ class KVCacheManager:
     def _check_index(self) -> None:
         place = {block: i for i, block in enumerate(self.pool.eviction_order())}
         for node in self.index:
+            assert node.num_tokens == self.block_size or node.block_hash is None, f"block {node.block} is not full"
             assert self.pool.state(node.block) is not BlockState.FREE, f"block {node.block} is free, yet in the index"
             if node.parent is not None and node.block in place:
                 parent = node.parent.block
