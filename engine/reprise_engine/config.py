@@ -9,7 +9,7 @@ from reprise_engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "npu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-HashAlgorithm = Literal["sha256"]
+HashAlgorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 
 DEFAULT_BLOCK_SIZE = 16
 NPU_BLOCK_SIZE = 128
@@ -42,6 +42,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     prefix_caching_hash_algo: HashAlgorithm = "sha256"
+    """How blocks are named to the outside (kv/hash_algorithms.py); a match never rests on it."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

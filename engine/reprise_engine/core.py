@@ -21,6 +21,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import ConfigError
+from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.loop import EngineCore
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
@@ -70,6 +71,7 @@ def build_core(
         block_size=block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_model_len=plan.max_model_len,
+        hasher=block_hasher(config.cache.prefix_caching_hash_algo),
     )
     resolved = ResolvedConfig(
         block_size=block_size,

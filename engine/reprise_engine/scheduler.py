@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
-from reprise_engine.kv.hashing import MAX_TOKEN_ID
+from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
 from reprise_engine.kv.manager import KVCacheManager, Match, NextBlock
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import (
@@ -85,6 +85,7 @@ class Scheduler:
         block_size: int,
         enable_prefix_caching: bool,
         max_model_len: int,
+        hasher: BlockHasher = sha256_block_hash,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -92,7 +93,7 @@ class Scheduler:
                 f"computed in one step, so it must be at least max_model_len ({max_model_len})."
             )
         self.kv = KVCacheManager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, hasher=hasher
         )
         self._budget = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill

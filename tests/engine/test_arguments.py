@@ -41,7 +41,7 @@ def test_every_flag_reaches_its_field() -> None:
         *("--kv-cache-memory-bytes", "1.5G", "--max-num-seqs", "3", "--max-num-batched-tokens", "4K"),
         *("--enable-chunked-prefill", "--api-key", "k1", "k2", "--chat-template", "c", "--generation-config", "vllm"),
         *("--override-generation-config", '{"temperature": 0.5}', "--enable-force-include-usage"),
-        *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256"),
+        *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256_cbor"),
         *("--enable-prompt-tokens-details", "--tensor-parallel-size", "1"),
     )
     model, cache, scheduler = made.engine.model, made.engine.cache, made.engine.scheduler
@@ -51,6 +51,7 @@ def test_every_flag_reaches_its_field() -> None:
     )
     assert (cache.enable_prefix_caching, cache.block_size, cache.gpu_memory_utilization) == (False, 32, 0.5)
     assert (cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes) == (9, 1.5 * 2**30)
+    assert cache.prefix_caching_hash_algo == "sha256_cbor"
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 4096)
     assert (made.served_names, made.host, made.port, made.engine.device) == (("a", "b"), "::1", 9, "cpu")
     assert (made.api_keys, made.chat_template, made.generation_config) == (("k1", "k2"), "c", "vllm")

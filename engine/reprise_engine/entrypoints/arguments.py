@@ -11,12 +11,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_args
 
 from reprise_engine.config import (
     DEFAULT_MEMORY_UTILIZATION,
     CacheConfig,
     EngineConfig,
+    HashAlgorithm,
     ModelConfig,
     SchedulerConfig,
 )
@@ -174,7 +175,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     cache.add_argument("--num-gpu-blocks-override", type=int, default=None, metavar="BLOCKS")
     cache.add_argument("--kv-cache-memory-bytes", type=number_with_suffix, default=None, metavar="BYTES")
-    cache.add_argument("--prefix-caching-hash-algo", choices=["sha256"], default="sha256", help="(sha256)")
+    cache.add_argument(
+        "--prefix-caching-hash-algo",
+        choices=get_args(HashAlgorithm),
+        default="sha256",
+        help="names of blocks (sha256); *_cbor are vLLM's, seeded by PYTHONHASHSEED (0)",
+    )
 
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs)

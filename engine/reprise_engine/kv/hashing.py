@@ -1,4 +1,4 @@
-"""The identity of a block of tokens: a sha256 chain, equal in every process, on every machine, after every restart.
+"""The identity of a block of tokens: a hash chain, by default of sha256 (others in `hash_algorithms.py`), equal in every process, on every machine, after every restart.
 
     hash(block) = sha256( hash(parent) | number of tokens | tokens, 4 bytes each | extra keys, each with its length )
 
@@ -26,6 +26,7 @@ ExtraKeys = tuple[str, ...]
 
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2 ** (8 * TOKEN_BYTES) - 1
+_COUNT = struct.Struct("<I")
 _ROOT = hashlib.sha256(b"reprise kv block chain, version 1").digest()
 
 
@@ -37,15 +38,17 @@ class BlockHasher(Protocol):
 
 def sha256_block_hash(parent: BlockHash | None, tokens: TokenBytes, extra_keys: ExtraKeys) -> BlockHash:
     """The 32-byte hash of a block below `parent` (None: the first block)."""
-    digest = hashlib.sha256(_ROOT if parent is None else parent)
-    digest.update(struct.pack("<I", len(tokens) // TOKEN_BYTES))
-    digest.update(tokens)
+    return BlockHash(hashlib.sha256(chain_input(_ROOT if parent is None else parent, tokens, extra_keys)).digest())
+
+
+def chain_input(parent: bytes, tokens: TokenBytes, extra_keys: ExtraKeys) -> bytes:
+    """What is hashed: every field with its length, so that no two blocks have the same."""
+    data = parent + _COUNT.pack(len(tokens) // TOKEN_BYTES) + tokens
     for key in extra_keys:
         # surrogatepass: a salt out of JSON may hold lone surrogates, and must not stop the engine.
         encoded = key.encode("utf-8", "surrogatepass")
-        digest.update(struct.pack("<I", len(encoded)))
-        digest.update(encoded)
-    return BlockHash(digest.digest())
+        data += _COUNT.pack(len(encoded)) + encoded
+    return data
 
 
 def encode_tokens(tokens: Sequence[TokenId]) -> TokenBytes:
