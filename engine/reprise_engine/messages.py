@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from reprise_engine.cache_report import MissReason, PrefixCacheReport
 from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
@@ -39,11 +40,18 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class InspectPrefixCache:
+    """Answered by a PrefixCacheInspected with the same token."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     pass
 
 
-ToEngine = Start | Submit | Abort | ResetPrefixCache | Shutdown
+ToEngine = Start | Submit | Abort | ResetPrefixCache | InspectPrefixCache | Shutdown
 
 # --- engine process → API process
 
@@ -80,6 +88,8 @@ class SchedulerStats:
     num_cached_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_misses: tuple[int, ...] = (0,) * len(MissReason)
+    """Requests whose match ended before the end of the prompt, by reason, in the order of MissReason."""
     num_preemptions: int = 0
     num_evicted_blocks: int = 0
 
@@ -100,6 +110,12 @@ class PrefixCacheReset:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheInspected:
+    token: int
+    report: PrefixCacheReport
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The engine process hit an error it cannot go on from; the pipe closes after this."""
 
@@ -107,4 +123,4 @@ class Died:
     details: str = field(default="")
 
 
-FromEngine = LoadProgress | Ready | StartupFailed | Outputs | PrefixCacheReset | Died
+FromEngine = LoadProgress | Ready | StartupFailed | Outputs | PrefixCacheReset | PrefixCacheInspected | Died

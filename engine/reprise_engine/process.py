@@ -25,8 +25,10 @@ from reprise_engine.messages import (
     Abort,
     Died,
     FromEngine,
+    InspectPrefixCache,
     LoadProgress,
     Outputs,
+    PrefixCacheInspected,
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
@@ -80,6 +82,8 @@ class EngineLoop:
             case ResetPrefixCache(token=token):
                 success, freed = self._core.reset_prefix_cache()
                 self._connection.send(PrefixCacheReset(token=token, success=success, freed_blocks=freed))
+            case InspectPrefixCache(token=token):
+                self._connection.send(PrefixCacheInspected(token=token, report=self._core.inspect_prefix_cache()))
             case Start() | Shutdown():
                 pass
         return ()

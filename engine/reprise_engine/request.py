@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from reprise_engine.cache_report import CacheExplanation
+
 RequestId = NewType("RequestId", str)
 TokenId = int
 
@@ -71,6 +73,8 @@ class EngineRequest:
     sampling: SamplingParams
     eos_token_ids: tuple[TokenId, ...] = ()
     cache_salt: str | None = None
+    explain_cache: bool = False
+    """Whether its outputs say what the prefix cache had of the prompt, and why not more."""
     priority: int = 0
     arrival_time: float
 
@@ -111,6 +115,8 @@ class RequestOutput:
     stop_token_id: TokenId | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_explanation: CacheExplanation | None = None
+    """With `explain_cache`, once the request was admitted."""
     times: RequestTimes | None = None
     error: Exception | None = None
 

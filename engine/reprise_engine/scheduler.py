@@ -15,10 +15,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
+from reprise_engine.cache_accounting import CacheAccounting
+from reprise_engine.cache_report import MissReason, PrefixCacheReport
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
 from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
-from reprise_engine.kv.manager import KVCacheManager, Match, NextBlock
+from reprise_engine.kv.manager import KVCacheManager, NextBlock
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import (
     EngineRequest,
@@ -106,8 +108,7 @@ class Scheduler:
         self._added = 0
         self._steps = 0
         self._in_flight: Step | None = None
-        self._queries = 0
-        self._hits = 0
+        self._books = CacheAccounting(self.kv)
         self._preemptions = 0
 
     # --- requests come and go
@@ -137,6 +138,7 @@ class Scheduler:
             max_tokens=max_tokens,
             tokens=list(prompt),
             blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=sampling.skip_reading_prefix_cache),
+            explain_cache=request.explain_cache,
             arrival=request.arrival_time,
         )
         self._states[request.request_id] = state
@@ -171,8 +173,9 @@ class Scheduler:
             num_waiting=len(self._waiting),
             kv_cache_usage=self.kv.usage,
             num_cached_blocks=len(self.kv.index),
-            prefix_cache_queries=self._queries,
-            prefix_cache_hits=self._hits,
+            prefix_cache_queries=self._books.queries,
+            prefix_cache_hits=self._books.hits,
+            prefix_cache_misses=self._books.misses,
             num_preemptions=self._preemptions,
             num_evicted_blocks=self.kv.num_evicted_blocks,
         )
@@ -183,6 +186,23 @@ class Scheduler:
         Returns (success, freed blocks); success is False where requests hold blocks, which then stay cached.
         """
         return self.kv.reset()
+
+    def inspect_prefix_cache(self) -> PrefixCacheReport:
+        """What is in the cache, and what the last requests found in it. O(blocks): for people, not for every step."""
+        kv, books = self.kv, self._books
+        return PrefixCacheReport(
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
+            active_blocks=kv.pool.num_active,
+            cached_blocks=len(kv.index),
+            unfinished_blocks=kv.index.num_tails,
+            salts=kv.index.num_roots,
+            evicted_blocks=kv.num_evicted_blocks,
+            query_tokens=books.queries,
+            hit_tokens=books.hits,
+            misses=tuple(zip(MissReason, books.misses, strict=True)),
+            recent=tuple(books.recent),
+        )
 
     def check_invariants(self) -> None:
         """Raises AssertionError where requests, page tables, pool and index contradict each other. For tests."""
@@ -307,17 +327,8 @@ class Scheduler:
             insort(self._running, state, key=rank_of)
             builder.copies += copies
             state.computed = fitting.num_tokens
-            self._account(state, fitting)
+            self._books.admitted(state, match, fitting)
             builder.take(state, now)
-
-    def _account(self, state: RequestState, match: Match) -> None:
-        """Counts a request's hits once, at its first admission, whatever becomes of it later."""
-        if state.cached_tokens is not None:
-            return
-        state.cached_tokens = match.num_tokens
-        if state.blocks.reads_cache:
-            self._queries += state.prompt_length
-            self._hits += match.num_tokens
 
     def _append(self, state: RequestState, token: TokenId, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """Adds a sampled token, and ends the request where that was the last."""
@@ -396,7 +407,8 @@ class Scheduler:
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             prompt_tokens=state.prompt_length,
-            cached_tokens=state.cached_tokens or 0,
+            cached_tokens=state.cached_tokens,
+            cache_explanation=state.explanation if state.explain_cache else None,
             times=RequestTimes(
                 arrival=state.arrival,
                 first_scheduled=state.first_scheduled,

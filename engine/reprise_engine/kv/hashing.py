@@ -1,4 +1,6 @@
-"""The identity of a block of tokens: a hash chain, by default of sha256 (others in `hash_algorithms.py`), equal in every process, on every machine, after every restart.
+"""The identity of a block of tokens: a hash chain, equal in every process, on every machine, after every restart.
+
+By default of sha256, as here; the others are in `hash_algorithms.py`.
 
     hash(block) = sha256( hash(parent) | number of tokens | tokens, 4 bytes each | extra keys, each with its length )
 

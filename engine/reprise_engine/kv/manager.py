@@ -29,8 +29,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from reprise_engine.cache_report import MissReason
 from reprise_engine.kv.block_pool import BlockPool, BlockState
 from reprise_engine.kv.hashing import (
+    TOKEN_BYTES,
     BlockHasher,
     ExtraKeys,
     TokenBytes,
@@ -38,6 +40,7 @@ from reprise_engine.kv.hashing import (
     encode_tokens,
     sha256_block_hash,
 )
+from reprise_engine.kv.misses import EvictedBlocks, why_it_ended
 from reprise_engine.kv.prefix_index import Node, PrefixIndex
 from reprise_engine.request import TokenId
 from reprise_engine.step import BlockCopy, BlockId
@@ -62,6 +65,9 @@ class Match:
 
 
 NO_MATCH = Match()
+
+_MOST_EVICTED = 16_384
+"""Evicted blocks that are remembered, to tell "evicted" from "never seen": some megabytes."""
 
 NextBlock = tuple[Node | None, ExtraKeys, TokenBytes]
 """A block that is not in the index yet, by its place there: (parent, extra keys, tokens)."""
@@ -102,6 +108,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evicted_blocks = 0
+        self._evicted = EvictedBlocks(min(4 * num_blocks, _MOST_EVICTED))
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(hasher)
 
@@ -137,6 +144,31 @@ class KVCacheManager:
         rest = encode_tokens(tokens[num_tokens : min(num_tokens + size, limit)])
         source, common = self.index.nearest(path[-1] if path else None, sequence.extra_keys, rest)
         return Match(shared=tuple(path), source=source, source_tokens=common, num_tokens=num_tokens + common)
+
+    def why_no_more(
+        self, sequence: SequenceBlocks, tokens: Sequence[TokenId], match: Match, used: Match
+    ) -> MissReason | None:
+        """Why not all of `tokens` but the last was reused, `match` being what lookup found and `used` what fitted.
+
+        None where it was. To be asked before the sequence commits anything; changes nothing.
+        """
+        if not sequence.reads_cache:
+            return MissReason.CACHING_OFF
+        if used.num_tokens == len(tokens) - 1:
+            return None
+        if used is not match:
+            return MissReason.NO_ROOM
+        start = len(match.shared) * self.block_size
+        return why_it_ended(
+            self.index,
+            self._evicted,
+            extra_keys=sequence.extra_keys,
+            tip=match.shared[-1] if match.shared else None,
+            source=match.source,
+            source_tokens=match.source_tokens,
+            rest=encode_tokens(tokens[start : start + self.block_size]),
+            block_bytes=self.block_size * TOKEN_BYTES,
+        )
 
     def fitting(self, match: Match, num_tokens: int) -> Match | None:
         """`match`, without the copy where only that has no room; None where `num_tokens` tokens do not fit at all.
@@ -237,6 +269,7 @@ class KVCacheManager:
         """
         dropped = self.pool.drop_cached()
         self.index.remove_all(dropped)
+        self._evicted.clear()
         return self.pool.num_active == 0, len(dropped)
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
@@ -272,6 +305,9 @@ class KVCacheManager:
     def _allocate(self, count: int) -> list[BlockId]:
         blocks, evicted = self.pool.allocate(count)
         for block in evicted:
+            node = self.index.node(block)
+            assert node is not None, f"block {block} is cached, yet not in the index"
+            self._evicted.add(node)
             self.index.remove(block)
         self.num_evicted_blocks += len(evicted)
         return blocks

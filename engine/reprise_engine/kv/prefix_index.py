@@ -64,6 +64,8 @@ class PrefixIndex:
         self._hasher = hasher
         self._roots: dict[ExtraKeys, Branch] = {}
         self._nodes: dict[BlockId, Node] = {}
+        self._beginnings: dict[TokenBytes, int] = {}
+        """Of the children of all roots: how many roots have one with these tokens."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -74,6 +76,18 @@ class PrefixIndex:
     def node(self, block: BlockId) -> Node | None:
         """The node whose content `block` holds."""
         return self._nodes.get(block)
+
+    @property
+    def num_tails(self) -> int:
+        return sum(1 for node in self._nodes.values() if node.block_hash is None)
+
+    @property
+    def num_roots(self) -> int:
+        return len(self._roots)
+
+    def is_a_beginning(self, tokens: TokenBytes) -> bool:
+        """Whether a prefix of any salt has exactly these tokens as its first block, or as all it has."""
+        return tokens in self._beginnings
 
     def match(self, extra_keys: ExtraKeys, keys: Iterable[TokenBytes]) -> list[Node]:
         """The longest chain from the root whose blocks hold exactly the tokens of `keys`, in order. Changes nothing."""
@@ -157,7 +171,7 @@ class PrefixIndex:
             raise RuntimeError(f"block {block} has {len(node.children)} children in the prefix index; leaves go first")
         branch = self._branch(node.parent, node.extra_keys)
         del self._nodes[block]
-        del branch.children[node.tokens]
+        self._leave(branch, node)
         del branch.order[bisect_left(branch.order, node.tokens)]
         if node.parent is None and not branch.children:
             # Salts come from clients: one that is no longer used must not stay behind.
@@ -171,7 +185,7 @@ class PrefixIndex:
             if node.children:
                 raise RuntimeError(f"block {block} has children in the prefix index; leaves go first")
             branch = self._branch(node.parent, node.extra_keys)
-            del branch.children[node.tokens]
+            self._leave(branch, node)
             touched[id(branch)] = branch
         for branch in touched.values():
             branch.order = [key for key in branch.order if key in branch.children]
@@ -196,6 +210,11 @@ class PrefixIndex:
                     reached[node.block] = node
                     unvisited.append((node, node))
         assert reached == self._nodes, "the tree and the table of blocks differ"
+        beginnings: dict[TokenBytes, int] = {}
+        for root in self._roots.values():
+            for key in root.children:
+                beginnings[key] = beginnings.get(key, 0) + 1
+        assert beginnings == self._beginnings, "the beginnings are miscounted"
 
     def _branch(self, parent: Node | None, extra_keys: ExtraKeys) -> Branch:
         if parent is not None:
@@ -223,4 +242,13 @@ class PrefixIndex:
         else:
             branch.order.append(tokens)
         self._nodes[block] = node
+        if parent is None:
+            self._beginnings[tokens] = self._beginnings.get(tokens, 0) + 1
         return node
+
+    def _leave(self, branch: Branch, node: Node) -> None:
+        del branch.children[node.tokens]
+        if node.parent is None:
+            self._beginnings[node.tokens] -= 1
+            if not self._beginnings[node.tokens]:
+                del self._beginnings[node.tokens]

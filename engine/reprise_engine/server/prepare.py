@@ -157,11 +157,12 @@ def generations(
                 sampling=_seeded(sampling, choice),
                 eos_token_ids=model.resolved.eos_token_ids,
                 cache_salt=body.cache_salt,
+                explain_cache=body.explain_cache,
                 priority=body.priority,
                 arrival_time=arrival_time,
             )
             made.append(Generation(model.engine, request, model.tokenizer, metrics, index=index, choice=choice))
-    return Generations(made)
+    return Generations(made, batch=batch)
 
 
 def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -155,6 +155,9 @@ class GenerationBody(Body):
     priority: int = 0
     cache_salt: NonEmpty | None = None
     return_token_ids: bool | None = False
+    # ours
+    explain_cache: bool = False
+    """Puts usage.prompt_tokens_details.cache_explanation into the answer."""
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:

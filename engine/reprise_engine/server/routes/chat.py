@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,7 @@ class _ChatAnswer:
         self._body = body
         self._generations = generations
         self._include_usage = include_usage
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        self._head = {"id": f"chatcmpl-{generations.batch}", "created": int(time.time()), "model": name}
 
     def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
         if not self._body.logprobs:

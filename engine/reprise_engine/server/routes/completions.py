@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -69,7 +68,7 @@ class _CompletionAnswer:
         self._generations = generations
         self._include_usage = include_usage
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{generations.batch}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": name,
