@@ -66,6 +66,18 @@ class CacheExplanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedPrefix:
+    """What of a prefix is pinned; less than all of it where the budget was used up."""
+
+    name: str
+    tokens: int
+    blocks: int
+
+    def as_json(self) -> dict[str, object]:
+        return {"name": self.name, "tokens": self.tokens, "blocks": self.blocks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheReport:
     """The state of the cache, in blocks where not said otherwise."""
 
@@ -77,6 +89,10 @@ class PrefixCacheReport:
     cached_blocks: int
     """In the index: `active_blocks` among them, unfinished blocks too."""
     unfinished_blocks: int
+    pinned_blocks: int
+    pin_budget_blocks: int
+    """As many may be pinned."""
+    pins: tuple[PinnedPrefix, ...]
     salts: int
     """Different salts, none being one of them."""
     evicted_blocks: int
@@ -95,6 +111,9 @@ class PrefixCacheReport:
             "active_blocks": self.active_blocks,
             "cached_blocks": self.cached_blocks,
             "unfinished_blocks": self.unfinished_blocks,
+            "pinned_blocks": self.pinned_blocks,
+            "pin_budget_blocks": self.pin_budget_blocks,
+            "pins": [pin.as_json() for pin in self.pins],
             "salts": self.salts,
             "evicted_blocks": self.evicted_blocks,
             "query_tokens": self.query_tokens,

@@ -14,6 +14,7 @@ HashAlgorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 DEFAULT_BLOCK_SIZE = 16
 NPU_BLOCK_SIZE = 128
 DEFAULT_MEMORY_UTILIZATION = 0.90
+DEFAULT_PIN_BUDGET = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,15 @@ class CacheConfig:
     prefix_caching_hash_algo: HashAlgorithm = "sha256"
     """How blocks are named to the outside (kv/hash_algorithms.py); a match never rests on it."""
 
+    prefix_cache_pin_budget: float | int = DEFAULT_PIN_BUDGET
+    """How much of the pool may be pinned: a share from 0.0 to 1.0 (float), or a number of blocks (int)."""
+
     def __post_init__(self) -> None:
+        budget = self.prefix_cache_pin_budget
+        if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
+            raise ConfigError(
+                f"--prefix-cache-pin-budget is {budget}; it must be a share from 0.0 to 1.0, or a number of blocks."
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1."
@@ -99,6 +108,8 @@ class ResolvedConfig:
     gpu_memory_utilization: float
     device: Literal["cpu", "npu"]
     dtype: str
+    prefix_cache_pin_blocks: int = 0
+    """Blocks that may be pinned."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     version: str

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,6 +42,8 @@ from reprise_engine.messages import (
     StartupFailed,
     Submit,
     ToEngine,
+    Unpin,
+    Unpinned,
 )
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
@@ -177,10 +180,15 @@ class EngineClient:
             if not finished:
                 self._outbox.put(Abort((request.request_id,)))
 
-    async def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Forget all cached blocks. Raises EngineDead."""
-        answer: PrefixCacheReset = await self._ask(ResetPrefixCache)
+    async def reset_prefix_cache(self, *, include_pins: bool = False) -> PrefixCacheReset:
+        """Forget all cached blocks; pinned ones only with `include_pins`. Raises EngineDead."""
+        answer: PrefixCacheReset = await self._ask(partial(ResetPrefixCache, include_pins=include_pins))
         return answer
+
+    async def unpin(self, name: str) -> bool:
+        """False where there is no such pin. Raises EngineDead."""
+        answer: Unpinned = await self._ask(partial(Unpin, name=name))
+        return answer.found
 
     async def inspect_prefix_cache(self) -> PrefixCacheReport:
         """What is in the prefix cache, and why the last requests missed it. Raises EngineDead."""
@@ -242,7 +250,7 @@ class EngineClient:
                     inbox = self._inboxes.get(output.request_id)
                     if inbox is not None:  # None: aborted while the output was under way
                         inbox.put_nowait(output)
-            case PrefixCacheReset(token=token) | PrefixCacheInspected(token=token):
+            case PrefixCacheReset(token=token) | PrefixCacheInspected(token=token) | Unpinned(token=token):
                 future = self._questions.pop(token, None)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -62,9 +62,13 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
-    def reset_prefix_cache(self) -> tuple[bool, int]:
+    def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
         """Returns (success, freed blocks); see `Scheduler.reset_prefix_cache`."""
-        return self._scheduler.reset_prefix_cache()
+        return self._scheduler.reset_prefix_cache(include_pins=include_pins)
+
+    def unpin(self, name: str) -> bool:
+        """See `Scheduler.unpin`."""
+        return self._scheduler.unpin(name)
 
     def inspect_prefix_cache(self) -> PrefixCacheReport:
         """See `Scheduler.inspect_prefix_cache`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
-from reprise_engine.cache_report import CacheExplanation
+from reprise_engine.cache_report import CacheExplanation, PinnedPrefix
 
 RequestId = NewType("RequestId", str)
 TokenId = int
@@ -75,6 +75,8 @@ class EngineRequest:
     cache_salt: str | None = None
     explain_cache: bool = False
     """Whether its outputs say what the prefix cache had of the prompt, and why not more."""
+    pin: str | None = None
+    """Pins what it computed, under this name, when it ends by itself: `RequestOutput.pinned` says how much."""
     priority: int = 0
     arrival_time: float
 
@@ -117,6 +119,8 @@ class RequestOutput:
     cached_tokens: int = 0
     cache_explanation: CacheExplanation | None = None
     """With `explain_cache`, once the request was admitted."""
+    pinned: PinnedPrefix | None = None
+    """With `pin`, at its end."""
     times: RequestTimes | None = None
     error: Exception | None = None
 

@@ -27,6 +27,7 @@ class RequestState:
     tokens: list[TokenId]
     """All known tokens: prompt, then output."""
     blocks: SequenceBlocks
+    pin: str | None = None
     computed: int = 0
     explanation: CacheExplanation | None = None
     """What the cache had of the prompt at the first admission; None before it."""

@@ -16,7 +16,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 from reprise_engine.cache_accounting import CacheAccounting
-from reprise_engine.cache_report import MissReason, PrefixCacheReport
+from reprise_engine.cache_report import MissReason, PinnedPrefix, PrefixCacheReport
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
 from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
@@ -88,6 +88,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         max_model_len: int,
         hasher: BlockHasher = sha256_block_hash,
+        pin_budget: int = 0,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -95,7 +96,11 @@ class Scheduler:
                 f"computed in one step, so it must be at least max_model_len ({max_model_len})."
             )
         self.kv = KVCacheManager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, hasher=hasher
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            hasher=hasher,
+            pin_budget=pin_budget,
         )
         self._budget = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
@@ -138,6 +143,7 @@ class Scheduler:
             max_tokens=max_tokens,
             tokens=list(prompt),
             blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=sampling.skip_reading_prefix_cache),
+            pin=request.pin,
             explain_cache=request.explain_cache,
             arrival=request.arrival_time,
         )
@@ -178,14 +184,19 @@ class Scheduler:
             prefix_cache_misses=self._books.misses,
             num_preemptions=self._preemptions,
             num_evicted_blocks=self.kv.num_evicted_blocks,
+            num_pinned_blocks=self.kv.pins.num_blocks,
         )
 
-    def reset_prefix_cache(self) -> tuple[bool, int]:
-        """Forgets all cached blocks that no request uses.
+    def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
+        """Forgets all cached blocks that no request uses; pinned ones only with `include_pins`.
 
         Returns (success, freed blocks); success is False where requests hold blocks, which then stay cached.
         """
-        return self.kv.reset()
+        return self.kv.reset(include_pins=include_pins)
+
+    def unpin(self, name: str) -> bool:
+        """What the pin held stays cached, as anything else does. False where there is no such pin."""
+        return self.kv.pins.unpin(name)
 
     def inspect_prefix_cache(self) -> PrefixCacheReport:
         """What is in the cache, and what the last requests found in it. O(blocks): for people, not for every step."""
@@ -196,6 +207,9 @@ class Scheduler:
             active_blocks=kv.pool.num_active,
             cached_blocks=len(kv.index),
             unfinished_blocks=kv.index.num_tails,
+            pinned_blocks=kv.pins.num_blocks,
+            pin_budget_blocks=kv.pins.budget,
+            pins=kv.pins.report(),
             salts=kv.index.num_roots,
             evicted_blocks=kv.num_evicted_blocks,
             query_tokens=books.queries,
@@ -342,14 +356,18 @@ class Scheduler:
             finish_reason = FinishReason.STOP
         elif state.output_length >= state.max_tokens:
             finish_reason = FinishReason.LENGTH
+        pinned = None
         if finish_reason is not None:
             self._drop(state)
+            if state.pin is not None:
+                pinned = self.kv.pin(state.pin, state.blocks, state.tokens[: state.computed])
         return self._output(
             state,
             new_token_ids=(token,),
             new_logprobs=() if logprobs is None else (logprobs,),
             finish_reason=finish_reason,
             stop_token_id=token if stops else None,
+            pinned=pinned,
         )
 
     def _preempt(self, state: RequestState) -> None:
@@ -399,6 +417,7 @@ class Scheduler:
         new_logprobs: tuple[TokenLogprobs, ...] = (),
         finish_reason: FinishReason | None,
         stop_token_id: TokenId | None = None,
+        pinned: PinnedPrefix | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             request_id=state.request_id,
@@ -409,6 +428,7 @@ class Scheduler:
             prompt_tokens=state.prompt_length,
             cached_tokens=state.cached_tokens,
             cache_explanation=state.explanation if state.explain_cache else None,
+            pinned=pinned,
             times=RequestTimes(
                 arrival=state.arrival,
                 first_scheduled=state.first_scheduled,

@@ -11,10 +11,12 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
 from reprise_engine.config import (
     DEFAULT_MEMORY_UTILIZATION,
+    DEFAULT_PIN_BUDGET,
     CacheConfig,
     EngineConfig,
     HashAlgorithm,
@@ -126,6 +128,16 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _share_or_blocks(text: str) -> float | int:
+    """0.25 and 25% are shares, 25 is a number of blocks. CacheConfig checks the range."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 0.25 or 25% nor a number") from None
+
+
 def _json_object(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
@@ -180,6 +192,23 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         choices=get_args(HashAlgorithm),
         default="sha256",
         help="names of blocks (sha256); *_cbor are vLLM's, seeded by PYTHONHASHSEED (0)",
+    )
+    cache.add_argument(
+        "--prefix-cache-pin-budget",
+        type=_share_or_blocks,
+        default=DEFAULT_PIN_BUDGET,
+        metavar="SHARE|BLOCKS",
+        help=f"what may be pinned: a share such as 0.25 or 25%%, or a number of blocks ({DEFAULT_PIN_BUDGET}); one "
+        "sequence of --max-model-len always fits beside it",
+    )
+    cache.add_argument(
+        "--warmup-prompts",
+        type=Path,
+        metavar="FILE",
+        help="computed and pinned before readiness: a prompt a line; *.jsonl: an object a line with prompt or messages",
+    )
+    cache.add_argument(
+        "--warmup-timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for all of them; failure is logged"
     )
 
     scheduler = parser.add_argument_group("scheduler")
@@ -259,6 +288,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
                 num_gpu_blocks_override=parsed.num_gpu_blocks_override,
                 kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
                 prefix_caching_hash_algo=parsed.prefix_caching_hash_algo,
+                prefix_cache_pin_budget=parsed.prefix_cache_pin_budget,
             ),
             scheduler=_scheduler(parsed),
             device=parsed.device,
@@ -272,6 +302,8 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
         override_generation_config=parsed.override_generation_config,
         force_include_usage=parsed.enable_force_include_usage,
         shutdown_timeout=parsed.shutdown_timeout,
+        warmup_prompts=parsed.warmup_prompts,
+        warmup_timeout=parsed.warmup_timeout,
         log_level=parsed.log_level,
     )
 

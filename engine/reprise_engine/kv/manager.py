@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from reprise_engine.cache_report import MissReason
+from reprise_engine.cache_report import MissReason, PinnedPrefix
 from reprise_engine.kv.block_pool import BlockPool, BlockState
 from reprise_engine.kv.hashing import (
     TOKEN_BYTES,
@@ -41,6 +41,7 @@ from reprise_engine.kv.hashing import (
     sha256_block_hash,
 )
 from reprise_engine.kv.misses import EvictedBlocks, why_it_ended
+from reprise_engine.kv.pins import Pins
 from reprise_engine.kv.prefix_index import Node, PrefixIndex
 from reprise_engine.request import TokenId
 from reprise_engine.step import BlockCopy, BlockId
@@ -104,12 +105,14 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         hasher: BlockHasher = sha256_block_hash,
+        pin_budget: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evicted_blocks = 0
         self._evicted = EvictedBlocks(min(4 * num_blocks, _MOST_EVICTED))
         self.pool = BlockPool(num_blocks)
+        self.pins = Pins(self.pool, budget=pin_budget)
         self.index = PrefixIndex(hasher)
 
     @property
@@ -118,7 +121,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are referenced, 0 to 1."""
+        """Share of blocks that are referenced, by sequences or by pins, 0 to 1."""
         return self.pool.num_active / self.pool.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -262,15 +265,28 @@ class KVCacheManager:
         sequence.tip = None
         sequence.indexing = self.enable_prefix_caching
 
-    def reset(self) -> tuple[bool, int]:
-        """Forgets every cached block that is not in use.
+    def pin(self, name: str, sequence: SequenceBlocks, tokens: Sequence[TokenId]) -> PinnedPrefix:
+        """Pins what the index has of `tokens` under the sequence's salt, as far as the budget goes."""
+        size = self.block_size
+        chain = self.index.match(sequence.extra_keys, encode_blocks(tokens, size))
+        rest = encode_tokens(tokens[len(chain) * size : (len(chain) + 1) * size])
+        node, common = self.index.nearest(chain[-1] if chain else None, sequence.extra_keys, rest)
+        if node is None:
+            return self.pins.pin(name, chain, last_tokens=size)
+        return self.pins.pin(name, [*chain, node], last_tokens=common)
 
-        Returns (success, freed): success is False where blocks are in use; these stay as they are.
+    def reset(self, *, include_pins: bool = False) -> tuple[bool, int]:
+        """Forgets every cached block that is neither in use nor, unless they are included, pinned.
+
+        Returns (success, freed): success is False where sequences use blocks; these stay as they are.
         """
+        if include_pins:
+            self.pins.unpin_all()
         dropped = self.pool.drop_cached()
         self.index.remove_all(dropped)
         self._evicted.clear()
-        return self.pool.num_active == 0, len(dropped)
+        only_pinned = sum(1 for block, count in self.pins.references() if self.pool.references(block) == count)
+        return self.pool.num_active == only_pinned, len(dropped)
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
         """Raises AssertionError where pool, index and page tables contradict each other. `sequences`: all there are."""
@@ -285,9 +301,13 @@ class KVCacheManager:
             if sequence.copy_source is not None:
                 expected[sequence.copy_source] += 1
             self._check_chain(sequence)
+        for block, count in self.pins.references():
+            expected[block] += count
+            assert self.index.node(block) is not None, f"block {block} is pinned, yet not in the index"
+        assert self.pins.num_blocks <= self.pins.budget, "more is pinned than the budget allows"
         for i, count in enumerate(expected):
             references = self.pool.references(BlockId(i))
-            assert references == count, f"block {i}: {references} references, but {count} sequences have it"
+            assert references == count, f"block {i}: {references} references, but {count} sequences and pins have it"
         self._check_index()
 
     def _fits(self, match: Match, num_tokens: int) -> bool:
@@ -354,7 +374,7 @@ class KVCacheManager:
 
     def _drop_superseded(self, node: Node) -> None:
         tail = self.index.superseded(node)
-        if tail is not None:
+        if tail is not None and tail.block not in self.pins:
             self.index.remove(tail.block)
             self.pool.forget(tail.block)  # a copy of it under way keeps it to its end
 

@@ -63,8 +63,9 @@ class Metrics:
 
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
-        self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use by requests; 1 is all of it.")
+        self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use by requests and pins; 1 is all.")
         self._cached_blocks = self._gauge("reprise:prefix_cache_blocks", "Blocks held in the prefix index.")
+        self._pinned_blocks = self._gauge("reprise:prefix_cache_pinned_blocks", "Blocks that pins keep in the cache.")
 
         self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -135,6 +136,7 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._usage.set(stats.kv_cache_usage)
         self._cached_blocks.set(stats.num_cached_blocks)
+        self._pinned_blocks.set(stats.num_pinned_blocks)
         self._queries.inc(stats.prefix_cache_queries - told.prefix_cache_queries)
         self._hits.inc(stats.prefix_cache_hits - told.prefix_cache_hits)
         for counter, now, before in zip(self._misses, stats.prefix_cache_misses, told.prefix_cache_misses, strict=True):
