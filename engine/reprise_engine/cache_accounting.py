@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from reprise_engine.cache_report import CacheExplanation, MissReason
-from reprise_engine.kv.manager import KVCacheManager, Match
+from reprise_engine.kv.manager import KVCacheManager
+from reprise_engine.kv.sequence import Match
 from reprise_engine.request import RequestId
 from reprise_engine.request_state import RequestState
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from reprise_engine.cache_report import CacheExplanation
-from reprise_engine.kv.manager import SequenceBlocks
+from reprise_engine.kv.sequence import SequenceBlocks
 from reprise_engine.request import RequestId, SamplingParams, TokenId
 
 Rank = tuple[int, float, int]

@@ -20,7 +20,8 @@ from reprise_engine.cache_report import MissReason, PinnedPrefix, PrefixCacheRep
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
 from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
-from reprise_engine.kv.manager import KVCacheManager, NextBlock
+from reprise_engine.kv.manager import KVCacheManager
+from reprise_engine.kv.sequence import NextBlock
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import (
     EngineRequest,
@@ -32,45 +33,8 @@ from reprise_engine.request import (
     TokenLogprobs,
 )
 from reprise_engine.request_state import Rank, RequestState, rank_of, remove
-from reprise_engine.step import BlockCopy, ScheduledRequest, Step, StepResult
-
-
-class _StepBuilder:
-    """Collects a step within its token budget."""
-
-    def __init__(self, budget: int) -> None:
-        self.left = budget
-        self.parts: list[ScheduledRequest] = []
-        self.copies: list[BlockCopy] = []
-
-    def take(self, state: RequestState, now: float) -> None:
-        """Schedules as many pending tokens of `state` as the budget still allows; none is fine."""
-        count = min(len(state.tokens) - state.computed, self.left)
-        if not count:
-            return
-        self.left -= count
-        if state.first_scheduled is None:
-            state.first_scheduled = now
-        tokens, start, sampling = state.tokens, state.computed, state.sampling
-        samples = start + count == len(tokens)
-        history = tuple(tokens) if samples and sampling.needs_history else None
-        forbidden: tuple[TokenId, ...] = ()
-        if sampling.min_tokens and not state.may_stop:
-            forbidden = tuple(sorted(state.eos_token_ids.union(sampling.stop_token_ids)))
-        self.parts.append(
-            ScheduledRequest(
-                request_id=state.request_id,
-                token_ids=tuple(tokens[start : start + count]),
-                start=start,
-                block_table=state.blocks.table,
-                samples=samples,
-                sampling=sampling,
-                forbidden_token_ids=forbidden,
-                history=history,
-                prompt_length=state.prompt_length,
-                output_index=len(tokens) - state.prompt_length,
-            )
-        )
+from reprise_engine.step import Step, StepResult
+from reprise_engine.step_builder import StepBuilder
 
 
 class Scheduler:
@@ -241,7 +205,7 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step_id} is not committed yet")
         self._make_room()
-        builder = _StepBuilder(self._budget)
+        builder = StepBuilder(self._budget)
         decoding = [state for state in self._running if state.pending == 1]
         if self._chunked:
             prefilling = [state for state in self._running if state.pending > 1]
@@ -307,7 +271,7 @@ class Scheduler:
                 if last is state:
                     break
 
-    def _admit(self, builder: _StepBuilder, now: float, *, before: Rank | None = None) -> None:
+    def _admit(self, builder: StepBuilder, now: float, *, before: Rank | None = None) -> None:
         """Moves waiting requests to the running ones, in rank order, while tokens, seats and blocks suffice.
 
         `before` leaves out those that do not come before this rank.

@@ -106,6 +106,13 @@ def test_it_is_under_another_salt() -> None:
     assert why(it, [40, *PROMPT], salt="a") == (MissReason.NOT_SEEN, 0)
 
 
+def test_another_salt_is_a_reason_for_a_beginning_only() -> None:
+    it = world()
+    it.run([1, 2, 3, 4, 9])
+    it.run([5, 6, 7, 8], salt="a")
+    assert why(it, [1, 2, 3, 4, 5, 6, 7, 8]) == (MissReason.DIVERGED, 4)
+
+
 def test_a_tenant_is_not_told_of_others() -> None:
     explanation = CacheExplanation(prompt_tokens=5, cached_tokens=0, reason=MissReason.OTHER_SALT)
     assert explanation.without_other_salts().reason is MissReason.NOT_SEEN

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from reprise_engine.kv.block_pool import BlockState
 from reprise_engine.kv.hashing import ExtraKeys, TokenBytes
-from reprise_engine.kv.manager import KVCacheManager, SequenceBlocks
+from reprise_engine.kv.manager import KVCacheManager
+from reprise_engine.kv.sequence import SequenceBlocks
 from reprise_engine.step import BlockCopy, BlockHash, BlockId
 
 PROMPT = list(range(8))  # two blocks of four

@@ -24,11 +24,15 @@ from reprise_engine.config import (
     SchedulerConfig,
 )
 from reprise_engine.errors import ConfigError
+from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.version import __version__
 
 API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
 """A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""
+
+ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
+MIN_SECRET_LENGTH = 16
 
 _DEFAULT_BATCHED_TOKENS = SchedulerConfig().max_num_batched_tokens
 
@@ -202,6 +206,17 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         "sequence of --max-model-len always fits beside it",
     )
     cache.add_argument(
+        "--prefix-cache-isolation",
+        choices=get_args(IsolationMode),
+        default="none",
+        help="per-key: API keys share no prefixes, besides what cache_salt keeps apart (none)",
+    )
+    cache.add_argument(
+        "--prefix-cache-isolation-secret",
+        metavar="SECRET",
+        help=f"of per-key, where replicas must agree (drawn at start); better in the environment: {ISOLATION_VARIABLE}",
+    )
+    cache.add_argument(
         "--warmup-prompts",
         type=Path,
         metavar="FILE",
@@ -271,6 +286,12 @@ def build_api_server_parser() -> ArgumentParser:
 
 def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServerOptions:
     """What the flags mean together. Raises ConfigError for values that cannot be honoured."""
+    api_keys = _api_keys(parsed, environment)
+    isolation: IsolationMode = parsed.prefix_cache_isolation
+    if isolation == "per-key" and not api_keys:
+        raise ConfigError(
+            f"--prefix-cache-isolation is per-key, but there are no API keys; set {API_KEY_VARIABLES[0]} or --api-key."
+        )
     return ServerOptions(
         engine=EngineConfig(
             model=ModelConfig(
@@ -296,12 +317,14 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
         host=parsed.host,
         port=parsed.port,
         served_names=tuple(parsed.served_model_name or ()),
-        api_keys=_api_keys(parsed, environment),
+        api_keys=api_keys,
         chat_template=parsed.chat_template,
         generation_config=parsed.generation_config,
         override_generation_config=parsed.override_generation_config,
         force_include_usage=parsed.enable_force_include_usage,
         shutdown_timeout=parsed.shutdown_timeout,
+        prefix_cache_isolation=isolation,
+        prefix_cache_isolation_secret=_isolation_secret(parsed, environment),
         warmup_prompts=parsed.warmup_prompts,
         warmup_timeout=parsed.warmup_timeout,
         log_level=parsed.log_level,
@@ -338,6 +361,19 @@ def _scheduler(parsed: argparse.Namespace) -> SchedulerConfig:
         max_num_batched_tokens=tokens,
         enable_chunked_prefill=parsed.enable_chunked_prefill,
     )
+
+
+def _isolation_secret(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    secret: str | None = parsed.prefix_cache_isolation_secret
+    source = "--prefix-cache-isolation-secret"
+    if secret is None:
+        secret, source = environment.get(ISOLATION_VARIABLE), ISOLATION_VARIABLE
+    if secret is not None and len(secret.strip()) < MIN_SECRET_LENGTH:
+        raise ConfigError(
+            f"{source} has {len(secret.strip())} characters; it needs at least {MIN_SECRET_LENGTH}, or who knows one "
+            "key's salt could find the secret by trying. Or leave it out: one is drawn at each start."
+        )
+    return secret
 
 
 def _api_keys(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -27,15 +27,13 @@ changed. So a sequence refers to its whole chain in the index, and that is what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from reprise_engine.cache_report import MissReason, PinnedPrefix
-from reprise_engine.kv.block_pool import BlockPool, BlockState
+from reprise_engine.kv.block_pool import BlockPool
+from reprise_engine.kv.checks import check_books
 from reprise_engine.kv.hashing import (
     TOKEN_BYTES,
     BlockHasher,
-    ExtraKeys,
-    TokenBytes,
     encode_blocks,
     encode_tokens,
     sha256_block_hash,
@@ -43,56 +41,12 @@ from reprise_engine.kv.hashing import (
 from reprise_engine.kv.misses import EvictedBlocks, why_it_ended
 from reprise_engine.kv.pins import Pins
 from reprise_engine.kv.prefix_index import Node, PrefixIndex
+from reprise_engine.kv.sequence import NO_MATCH, Match, NextBlock, SequenceBlocks
 from reprise_engine.request import TokenId
 from reprise_engine.step import BlockCopy, BlockId
 
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the index holds of a sequence.
-
-    `shared` are whole blocks to refer to. `source`, where given, follows them: its first `source_tokens` tokens are
-    used as well, through a copy, since the sequence writes into the rest of that block.
-    """
-
-    shared: tuple[Node, ...] = ()
-    source: Node | None = None
-    source_tokens: int = 0
-    num_tokens: int = 0
-    """Tokens whose KV need not be computed: the shared blocks' and `source_tokens`."""
-
-    def without_copy(self) -> Match:
-        return Match(shared=self.shared, num_tokens=self.num_tokens - self.source_tokens)
-
-
-NO_MATCH = Match()
-
 _MOST_EVICTED = 16_384
 """Evicted blocks that are remembered, to tell "evicted" from "never seen": some megabytes."""
-
-NextBlock = tuple[Node | None, ExtraKeys, TokenBytes]
-"""A block that is not in the index yet, by its place there: (parent, extra keys, tokens)."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class SequenceBlocks:
-    """One sequence's page table and its place in the index. Written by the KVCacheManager alone."""
-
-    extra_keys: ExtraKeys
-    reads_cache: bool
-    """False: neither matches at admission, nor takes over another sequence's block later."""
-    blocks: list[BlockId] = field(default_factory=list)
-    keys: list[TokenBytes] = field(default_factory=list)
-    """The encoded tokens of its first full blocks, as far as they were needed."""
-    indexed: int = 0
-    tip: Node | None = None
-    """The node of block `indexed - 1`."""
-    indexing: bool = True
-    """False once a block of its own stays a duplicate: what follows cannot be entered below it."""
-    copy_source: BlockId | None = None
-    """Referenced until the step that copies it is committed."""
-    table: tuple[BlockId, ...] = ()
-    """`blocks`, frozen for Steps; made anew only where `blocks` changes."""
 
 
 class KVCacheManager:
@@ -290,25 +244,7 @@ class KVCacheManager:
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
         """Raises AssertionError where pool, index and page tables contradict each other. `sequences`: all there are."""
-        self.pool.check_invariants()
-        self.index.check_invariants()
-        expected = [0] * self.num_blocks
-        for sequence in sequences:
-            assert sequence.table == tuple(sequence.blocks), "a page table was not made anew"
-            assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence has a block twice"
-            for block in sequence.blocks:
-                expected[block] += 1
-            if sequence.copy_source is not None:
-                expected[sequence.copy_source] += 1
-            self._check_chain(sequence)
-        for block, count in self.pins.references():
-            expected[block] += count
-            assert self.index.node(block) is not None, f"block {block} is pinned, yet not in the index"
-        assert self.pins.num_blocks <= self.pins.budget, "more is pinned than the budget allows"
-        for i, count in enumerate(expected):
-            references = self.pool.references(BlockId(i))
-            assert references == count, f"block {i}: {references} references, but {count} sequences and pins have it"
-        self._check_index()
+        check_books(sequences, pool=self.pool, index=self.index, pins=self.pins, block_size=self.block_size)
 
     def _fits(self, match: Match, num_tokens: int) -> bool:
         held = len(match.shared) + (match.source is not None)
@@ -377,33 +313,3 @@ class KVCacheManager:
         if tail is not None and tail.block not in self.pins:
             self.index.remove(tail.block)
             self.pool.forget(tail.block)  # a copy of it under way keeps it to its end
-
-    def _check_chain(self, sequence: SequenceBlocks) -> None:
-        tip = sequence.tip
-        for i in reversed(range(sequence.indexed)):
-            assert tip is not None, f"the chain of a sequence ends {i + 1} blocks too early"
-            assert tip.block == sequence.blocks[i], (
-                f"block {sequence.blocks[i]} is in the table, {tip.block} in the tree"
-            )
-            assert tip.tokens == sequence.keys[i], f"block {tip.block} holds other tokens than the sequence"
-            assert self.index.node(tip.block) is tip, f"block {tip.block} left the index while in use"
-            assert tip.num_tokens == self.block_size, f"a sequence refers to the tail {tip.block}"
-            tip = tip.parent
-        assert tip is None, "the chain of a sequence does not start at the root"
-        for block in sequence.blocks[sequence.indexed :]:
-            assert self.index.node(block) is None, f"block {block} is written to, yet it is in the index"
-            assert self.pool.references(block) == 1, f"block {block} is written to, yet it is shared"
-
-    def _check_index(self) -> None:
-        place = {block: i for i, block in enumerate(self.pool.eviction_order())}
-        for node in self.index:
-            assert node.num_tokens == self.block_size or node.block_hash is None, f"block {node.block} is not full"
-            assert self.pool.state(node.block) is not BlockState.FREE, f"block {node.block} is free, yet in the index"
-            if node.parent is not None and node.block in place:
-                parent = node.parent.block
-                assert place.get(parent, self.num_blocks) > place[node.block], f"block {parent} goes before its child"
-            if node.parent is not None and node.block not in place:
-                assert node.parent.block not in place, (
-                    f"block {node.parent.block} may be evicted before its child in use"
-                )
-        assert all(self.index.node(block) is not None for block in place), "a cached block is not in the index"

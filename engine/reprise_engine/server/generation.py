@@ -52,6 +52,7 @@ class Generation:
         *,
         index: int,
         choice: int = 0,
+        isolated: bool = False,
     ) -> None:
         self.request = request
         self.index = index
@@ -62,6 +63,7 @@ class Generation:
         self.completion_tokens = 0
         self._engine = engine
         self._metrics = metrics
+        self._isolated = isolated
         self._text = OutputText(decoder, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling)
         self._last_token: float | None = None
 
@@ -92,6 +94,8 @@ class Generation:
         if self._last_token is None:
             self.cached_tokens = output.cached_tokens
             self.explanation = output.cache_explanation
+            if self._isolated and self.explanation is not None:
+                self.explanation = self.explanation.without_other_salts()
             self._metrics.first_token(
                 prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens, times=times
             )

@@ -24,6 +24,7 @@ from reprise_engine.messages import LoadProgress
 from reprise_engine.server import logs
 from reprise_engine.server.app import create_app
 from reprise_engine.server.defaults import SamplingDefaults, load_defaults
+from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.server.pinning import warm_up
@@ -118,6 +119,7 @@ async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop |
         served_names=names,
         metrics=Metrics(names[0]),
         force_include_usage=options.force_include_usage,
+        isolation=Isolation(options.prefix_cache_isolation, secret=options.prefix_cache_isolation_secret),
     )
     stop = stop or Stop()
     async with _http(state, options, listener) as http:
@@ -187,7 +189,13 @@ async def _load_and_warm_up(state: ServerState, options: ServerOptions, engine: 
     loaded = await _load_both(options, engine)
     if options.warmup_prompts is not None:
         _show(state, LoadProgress("Warming the prefix cache up"))
-        await warm_up(loaded, options.warmup_prompts, seconds=options.warmup_timeout)
+        await warm_up(
+            loaded,
+            options.warmup_prompts,
+            seconds=options.warmup_timeout,
+            isolation=state.isolation,
+            api_keys=options.api_keys,
+        )
     return loaded
 
 

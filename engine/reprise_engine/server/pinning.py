@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,10 +23,14 @@ from reprise_engine.errors import RequestError
 from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
 from reprise_engine.server import prepare
 from reprise_engine.server.errors import describe
+from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.protocol import ChatPrompt, PinBody
 from reprise_engine.server.state import Loaded
 
 logger = logging.getLogger(__name__)
+
+_Tenant = tuple[str, Callable[[str | None], str | None]]
+"""What its pins' names end in, and how its salt is made of the prompt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,19 +88,25 @@ async def _prompt(model: Loaded, body: PinBody) -> tuple[TokenId, ...]:
     return tuple(body.prompt)
 
 
-async def warm_up(model: Loaded, file: Path, *, seconds: float) -> None:
+async def warm_up(
+    model: Loaded, file: Path, *, seconds: float, isolation: Isolation, api_keys: Sequence[str] = ()
+) -> None:
     """Pins every prompt of `file`, in its order, within `seconds`. What fails is logged, and not fatal.
 
+    With isolation per key, which share nothing, it does so for each of `api_keys`.
     Raises EngineDead only: a server without its warm-up serves, only slower at first.
     """
     begun = time.monotonic()
+    tenants: list[_Tenant] = [("", partial(isolation.salt, None))]
+    if isolation.per_key:
+        tenants = [(f"-key-{i}", partial(isolation.salt, key)) for i, key in enumerate(api_keys, 1)]
     done = 0
     prompts: list[tuple[int, PinBody | str]] = []
     try:
         prompts = await asyncio.to_thread(_read, file)
         async with asyncio.timeout(seconds):
             for number, body in prompts:
-                done += await _warm_up_one(model, file, number, body)
+                done += await _warm_up_one(model, file, number, body, tenants)
     except TimeoutError:
         logger.warning("warm-up: %s s are over after %d of %d prompts of %s", seconds, done, len(prompts), file)
     except OSError as error:
@@ -106,21 +118,24 @@ async def warm_up(model: Loaded, file: Path, *, seconds: float) -> None:
         logger.info("warm-up: %d of %d prompts of %s in %.1f s", done, len(prompts), file, took)
 
 
-async def _warm_up_one(model: Loaded, file: Path, number: int, body: PinBody | str) -> bool:
+async def _warm_up_one(model: Loaded, file: Path, number: int, body: PinBody | str, tenants: Sequence[_Tenant]) -> bool:
+    """One line for all tenants; False where it failed."""
     where = f"warm-up: line {number} of {file}"
     if isinstance(body, str):
         logger.warning("%s: %s", where, body)
         return False
-    try:
-        pinned = await pin(model, body, name=body.name or f"warmup-{number}", cache_salt=body.cache_salt)
-    except RequestError as error:
-        logger.warning("%s: %s", where, error)
-        return False
-    if pinned.prefix.tokens < pinned.prompt_tokens:
-        logger.warning(
-            "%s: %d of its %d tokens are pinned, the rest is only cached; raise --prefix-cache-pin-budget",
-            *(where, pinned.prefix.tokens, pinned.prompt_tokens),
-        )
+    for suffix, salt in tenants:
+        name = (body.name or f"warmup-{number}") + suffix
+        try:
+            pinned = await pin(model, body, name=name, cache_salt=salt(body.cache_salt))
+        except RequestError as error:
+            logger.warning("%s: %s", where, error)
+            return False
+        if pinned.prefix.tokens < pinned.prompt_tokens:
+            logger.warning(
+                "%s: %d of its %d tokens are pinned, the rest is only cached; raise --prefix-cache-pin-budget",
+                *(where, pinned.prefix.tokens, pinned.prompt_tokens),
+            )
     return True
 
 

@@ -18,8 +18,9 @@ from fastapi import APIRouter, Depends, Request
 
 from reprise_engine.server import pinning
 from reprise_engine.server.errors import ApiError
+from reprise_engine.server.isolation import request_api_key
 from reprise_engine.server.protocol import PinBody, ResetBody
-from reprise_engine.server.state import Model
+from reprise_engine.server.state import Model, State
 
 
 def _needs_api_keys(request: Request) -> None:
@@ -51,9 +52,10 @@ async def reset(model: Model, body: ResetBody | None = None) -> dict[str, Any]:
 
 
 @router.post("/pins")
-async def pin(model: Model, body: PinBody) -> dict[str, Any]:
-    """Computes the prompt, and keeps it until it is unpinned, as far as the budget goes."""
-    pinned = await pinning.pin(model, body, name=body.name or uuid.uuid4().hex, cache_salt=body.cache_salt)
+async def pin(request: Request, state: State, model: Model, body: PinBody) -> dict[str, Any]:
+    """Computes the prompt and keeps it until it is unpinned, as far as the budget goes; isolated, for this key."""
+    cache_salt = state.isolation.salt(request_api_key(request), body.cache_salt)
+    pinned = await pinning.pin(model, body, name=body.name or uuid.uuid4().hex, cache_salt=cache_salt)
     return pinned.as_json()
 
 

@@ -31,7 +31,8 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     generations = prepare.generations(
         model,
-        state.metrics,
+        state,
+        request,
         body,
         [prompt],
         max_tokens=asked,

@@ -39,7 +39,8 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
     default = _DEFAULT_MAX_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     generations = prepare.generations(
         model,
-        state.metrics,
+        state,
+        request,
         body,
         prompts,
         max_tokens=body.max_tokens,
