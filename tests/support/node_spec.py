@@ -217,7 +217,7 @@ def unschedulable(
 ) -> str | None:
     """Why the one node cannot take the pod, in the words of the default scheduler; None if it can."""
     wanted = pod["spec"].get("nodeSelector") or {}
-    if any(labels.get(key) != value for key, value in wanted.items()):
+    if any(labels.get(key) != value for key, value in wanted.items()) or not _is_attracted(pod, labels):
         return "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
     lacking = [
         name
@@ -227,6 +227,33 @@ def unschedulable(
     if lacking:
         return "0/1 nodes are available: " + ", ".join(f"1 Insufficient {name}" for name in lacking) + "."
     return None
+
+
+def _is_attracted(pod: Manifest, labels: Mapping[str, str]) -> bool:
+    """The required node affinity: one of the terms must hold, with all of its matchExpressions."""
+    affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+    if required is None:
+        return True
+    return any(
+        all(_matches(expression, labels) for expression in term.get("matchExpressions") or ())
+        for term in required["nodeSelectorTerms"]
+    )
+
+
+def _matches(expression: Manifest, labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(expression["key"]), expression.get("values") or ()
+    match expression["operator"]:
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case operator:
+            raise ValueError(f"this node has no node affinity operator {operator}")
 
 
 def program_path(*folders: Path) -> str:
