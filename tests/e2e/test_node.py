@@ -17,7 +17,7 @@ from tests.support.apiserver import start_api_server
 from tests.support.kubectl import Kubectl, eventually, secret
 from tests.support.node import NodeConfig
 from tests.support.node_client import Manifest
-from tests.support.node_spec import Image, Mount, expand, rewrite, unschedulable
+from tests.support.node_spec import Image, Mount, build_launch, expand, rewrite, unschedulable
 from tests.support.node_thread import RunningNode, running_node
 
 pytestmark = pytest.mark.e2e
@@ -136,6 +136,24 @@ def test_paths_are_rewritten_only_where_a_path_begins() -> None:
         "x/model": "x/model",
     }
     assert {text: rewrite(text, mounts) for text in table} == table
+
+
+def test_the_program_of_an_image_is_found_where_it_is_although_a_volume_covers_its_folder(tmp_path: Path) -> None:
+    program = tmp_path / "project" / "run"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    launch = build_launch(
+        container={"args": [str(tmp_path / "data")]},
+        image=Image(entrypoint=(str(program),), env={"PROJECT": str(program.parent)}),
+        env={"HOME": str(tmp_path)},
+        mounts=[Mount(container=str(tmp_path), host=Path("/h/t"))],
+        pod_ip="127.0.1.1",
+        cwd=tmp_path,
+        termination_log=tmp_path / "words",
+    )
+    assert launch.argv == (str(program), "/h/t/data")
+    assert launch.env["PROJECT"] == str(program.parent)
+    assert launch.env["HOME"] == "/h/t"
 
 
 @pytest.mark.parametrize(

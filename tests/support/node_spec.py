@@ -127,18 +127,20 @@ def build_launch(
     cwd: Path,
     termination_log: Path,
 ) -> Launch:
-    """`env` is the container's own, resolved and expanded. Raises ConfigProblem where the program does not exist."""
-    whole = {name: rewrite(value, mounts) for name, value in {**image.env, **env}.items()}
+    """`env` is the container's own, resolved and expanded. Raises ConfigProblem where the program does not exist.
+
+    What the image brings is of this host already: only the pod's own words are rewritten.
+    """
+    whole = {**image.env, **{name: rewrite(value, mounts) for name, value in env.items()}}
     whole["TERMINATION_LOG_PATH"] = str(termination_log)
     for mount in mounts:
         if mount.container.rstrip("/") == "/tmp":
             whole.setdefault("TMPDIR", str(mount.host))
-    command = [expand(part, env) for part in container.get("command") or image.entrypoint]
-    given = container.get("args")
-    if given is None and not container.get("command"):
-        given = list(image.default_args)
-    arguments = [expand(part, env) for part in given or ()]
-    argv = [rewrite(part, mounts) for part in command + arguments]
+    words = [rewrite(expand(part, env), mounts) for part in container.get("args") or ()]
+    if container.get("command"):
+        argv = [rewrite(expand(part, env), mounts) for part in container["command"]] + words
+    else:
+        argv = [*image.entrypoint, *(image.default_args if container.get("args") is None else words)]
     if image.host_flag is not None:
         argv = _listen_on(argv, flag=image.host_flag, address=pod_ip)
     program = shutil.which(argv[0], path=whole.get("PATH"))
