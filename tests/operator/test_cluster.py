@@ -183,6 +183,16 @@ async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(
     assert live["spec"]["ports"][0]["port"] == 8000
 
 
+async def test_a_field_that_the_kind_does_not_have_is_a_refusal_though_the_server_answers_500(
+    cluster: Cluster, kubectl: Kubectl
+) -> None:
+    manifest = owned(kubectl)
+    manifest["spec"]["prot"] = 8000
+    result = await cluster.apply(manifest, present=None)
+    assert result.outcome is ApplyOutcome.REFUSED
+    assert "prot: field not declared in schema" in result.message
+
+
 async def test_a_foreign_object_under_a_planned_name_is_seen_as_foreign(cluster: Cluster, kubectl: Kubectl) -> None:
     foreign = network_service(kubectl.namespace, uid="somebody")
     kubectl.apply(foreign)
