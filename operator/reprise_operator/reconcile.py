@@ -142,7 +142,11 @@ class Reconciler:
         """Does what `decide` decides. Returns what is observed after it, and the conflict it met, if any."""
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
-        for action in decide(planned, observed, applied=memory.applied):
+        actions = decide(planned, observed, applied=memory.applied)
+        # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
+        asked = {str(action.key) for action in actions if isinstance(action, Apply)}
+        memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
+        for action in actions:
             if isinstance(action, Delete):
                 await self._delete(body, action)
                 continue

@@ -107,7 +107,7 @@ class Bench:
     async def settle_but_for_refusals(self) -> None:
         """Passes until one writes nothing but the apply that the API server refuses."""
         for _ in range(40):
-            if await self.writes() == [("patch", "deployments")]:
+            if set(await self.writes()) == {("patch", "deployments")}:
                 return
             await asyncio.sleep(0.25)
         raise AssertionError(f"still writing: {await self.writes()}")
@@ -427,6 +427,18 @@ async def test_a_refused_apply_is_stalled_with_the_servers_words(bench: Bench, c
     bench.apply({"podTemplate": {}})
     await bench.settle()
     assert bench.condition("Stalled")[0] == "False"
+
+
+async def test_a_refused_change_that_is_taken_back_leaves_no_trace(bench: Bench) -> None:
+    bench.apply()
+    await bench.make_ready()
+    bench.apply({"podTemplate": {"volumeMounts": [{"name": "absent", "mountPath": "/absent"}]}})
+    await bench.settle_but_for_refusals()
+    assert bench.condition("Stalled")[:2] == ("True", "ApplyRefused")
+    bench.apply({"podTemplate": {}})
+    await bench.settle()
+    assert bench.condition("Stalled")[0] == "False"
+    assert bench.condition("Ready")[0] == "True"
 
 
 async def test_a_suspended_service_has_no_pods_and_is_not_polled(bench: Bench) -> None:
