@@ -167,11 +167,7 @@ async def test_one_that_appeared_meanwhile_is_not_taken_over(cluster: Cluster, k
     assert (live["spec"]["selector"], live["spec"]["ports"][0]["port"]) == ({"app": "theirs"}, 99)
 
 
-async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(
-    cluster: Cluster, kubectl: Kubectl, crd_server: ApiServer
-) -> None:
-    if not crd_server.has_controller_manager:
-        pytest.skip("the emulated API server does not validate ports")
+async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(cluster: Cluster, kubectl: Kubectl) -> None:
     manifest = owned(kubectl)
     await cluster.apply(manifest, present=None)
     manifest["spec"]["ports"][0]["port"] = 70_000

@@ -27,7 +27,6 @@ from reprise_operator.reconcile import Reconciler
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
-from tests.support.apiserver import ApiServer
 from tests.support.kubectl import Kubectl, eventually
 
 WRITES = frozenset({"create", "patch", "delete", "update"})
@@ -415,9 +414,7 @@ async def test_a_crash_is_told_in_the_containers_own_words(bench: Bench) -> None
     assert bench.events()[-1] == ("Warning", "UnsupportedModel")
 
 
-async def test_a_refused_apply_is_stalled_with_the_servers_words(bench: Bench, crd_server: ApiServer) -> None:
-    if not crd_server.has_controller_manager:
-        pytest.skip("the emulated API server does not validate pod templates")
+async def test_a_refused_apply_is_stalled_with_the_servers_words(bench: Bench) -> None:
     bench.apply({"podTemplate": {"volumeMounts": [{"name": "absent", "mountPath": "/absent"}]}})
     await bench.settle_but_for_refusals()
     status, reason, message = bench.condition("Stalled")
