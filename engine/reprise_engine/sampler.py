@@ -96,7 +96,7 @@ def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed
     if any(p.min_p > 0.0 for p in params):
         # p >= min_p * p_max, in logarithms.
         floor = scores_RV.amax(dim=-1, keepdim=True) + _column(
-            scores_RV, [math.log(min(p.min_p, 1.0)) if p.min_p > 0.0 else -math.inf for p in params]
+            scores_RV, [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
         )
         scores_RV = scores_RV.masked_fill(scores_RV < floor, -math.inf)
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):

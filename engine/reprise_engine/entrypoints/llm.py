@@ -275,6 +275,13 @@ class LLM:
                 f"{self._config.vocab_size - 1}.",
                 param="prompt",
             )
+        unknown = [token for token in params.stop_token_ids if not 0 <= token < self._config.vocab_size]
+        if unknown:
+            raise RequestError(
+                f"stop_token_ids holds {unknown[0]}; the model's vocabulary goes from 0 to "
+                f"{self._config.vocab_size - 1}.",
+                param="stop_token_ids",
+            )
         room = self._config.max_model_len - len(token_ids)
         if room < 1:
             raise ContextLengthExceeded(
