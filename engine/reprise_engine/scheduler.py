@@ -86,18 +86,19 @@ class Scheduler:
         enable_prefix_caching: bool,
         max_model_len: int,
     ) -> None:
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        budget = config.batched_tokens(max_model_len=max_model_len)
+        if not config.enable_chunked_prefill and budget < max_model_len:
             raise ConfigError(
-                f"--max-num-batched-tokens is {config.max_num_batched_tokens}; without chunked prefill a prompt is "
+                f"--max-num-batched-tokens is {budget}; without chunked prefill a prompt is "
                 f"computed in one step, so it must be at least max_model_len ({max_model_len})."
             )
         self.kv = KVCacheManager(
             num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
-        self._budget = config.max_num_batched_tokens
+        self._budget = budget
         self._chunked = config.enable_chunked_prefill
         # Every running request gets at least one token a step, or the last in rank would starve.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_running = min(config.max_num_seqs, budget)
         self._max_model_len = max_model_len
         self._states: dict[RequestId, RequestState] = {}
         self._waiting: list[RequestState] = []  # both by rank

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from reprise_engine import LLM, SamplingParams
+from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, InsufficientMemory, RequestError
 from reprise_engine.step import Step, StepResult
 from tests.support.tiny_models import BOS_ID, VOCAB_SIZE, tiny_model_path
@@ -199,6 +200,19 @@ def test_unknown_arguments_and_bad_values_are_refused() -> None:
         make_llm(enable_chunked_prefill=False, max_num_batched_tokens=16)
     with pytest.raises(InsufficientMemory, match="raise --num-gpu-blocks-override to 25"):
         make_llm(max_model_len=200, num_gpu_blocks_override=24)
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt_unasked() -> None:
+    """Also where the model alone says how long that is."""
+    llm = make_llm(
+        enable_chunked_prefill=False, num_gpu_blocks_override=None, kv_cache_memory_bytes=2**27, max_num_seqs=2
+    )
+    short = make_llm(enable_chunked_prefill=False, max_model_len=64)
+    assert llm.config.max_num_batched_tokens == max(2048, llm.config.max_model_len)
+    assert short.config.max_num_batched_tokens == 2048
+    assert SchedulerConfig(enable_chunked_prefill=False).batched_tokens(max_model_len=8192) == 8192
+    assert SchedulerConfig(enable_chunked_prefill=True).batched_tokens(max_model_len=8192) == 2048
+    assert SchedulerConfig(max_num_batched_tokens=9).batched_tokens(max_model_len=8192) == 9
 
 
 def test_what_the_engine_settled_on_is_told() -> None:

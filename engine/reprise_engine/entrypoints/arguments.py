@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 from reprise_engine.config import (
+    DEFAULT_BATCHED_TOKENS,
     DEFAULT_MEMORY_UTILIZATION,
     CacheConfig,
     EngineConfig,
@@ -26,8 +27,6 @@ from reprise_engine.version import __version__
 
 API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
 """A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""
-
-_DEFAULT_BATCHED_TOKENS = SchedulerConfig().max_num_batched_tokens
 
 _NOT_SUPPORTED = {
     "enable-auto-tool-choice": "tool calling is not supported yet",
@@ -179,7 +178,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs)
     scheduler.add_argument(
-        "--max-num-batched-tokens", type=number_with_suffix, default=None, help=f"a step ({_DEFAULT_BATCHED_TOKENS})"
+        "--max-num-batched-tokens",
+        type=number_with_suffix,
+        default=None,
+        help=f"a step ({DEFAULT_BATCHED_TOKENS}; without chunked prefill at least the longest prompt)",
     )
     scheduler.add_argument(
         "--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="split long prompts (on)"
@@ -286,14 +288,11 @@ def _model(parsed: argparse.Namespace) -> str:
 
 def _scheduler(parsed: argparse.Namespace) -> SchedulerConfig:
     tokens = parsed.max_num_batched_tokens
-    if tokens is None:
-        tokens = _DEFAULT_BATCHED_TOKENS
-        if not parsed.enable_chunked_prefill and parsed.max_model_len is not None:
-            tokens = max(tokens, parsed.max_model_len)  # a whole prompt must fit into one step
-    elif not parsed.enable_chunked_prefill and parsed.max_model_len is not None and tokens < parsed.max_model_len:
+    length = parsed.max_model_len
+    if not parsed.enable_chunked_prefill and length is not None and tokens is not None and tokens < length:
         raise ConfigError(
             f"--max-num-batched-tokens is {tokens}; without chunked prefill a whole prompt must fit into one step, so "
-            f"it must be at least --max-model-len ({parsed.max_model_len})."
+            f"it must be at least --max-model-len ({length})."
         )
     return SchedulerConfig(
         max_num_seqs=parsed.max_num_seqs,

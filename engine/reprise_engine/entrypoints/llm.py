@@ -116,7 +116,7 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         enable_chunked_prefill: bool = True,
         chat_template: str | None = None,
     ) -> None:
