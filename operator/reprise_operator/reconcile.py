@@ -235,17 +235,22 @@ class Reconciler:
     def _recall(self, key: Key, identity: Identity) -> _Memory:
         memory = self._memories.get(key)
         if memory is None or memory.uid != identity.uid:
-            self._forget(key)
+            # What the watch has delivered stays: of a service that idles it will not deliver it again.
+            self._drop(key)
             window = HitRateWindow(seconds=self.settings.hit_rate_window_seconds, started_at=self.clock())
             memory = self._memories[key] = _Memory(uid=identity.uid, window=window)
             self.metrics.services.set(len(self._memories))
         return memory
 
     def _forget(self, key: Key) -> None:
+        """The service is gone."""
+        self._drop(key)
+        self.health.forget(key)
+
+    def _drop(self, key: Key) -> None:
         memory = self._memories.pop(key, None)
         if memory is not None:
             self.scraper.forget(memory.pods)
-        self.health.forget(key)
         self.metrics.services.set(len(self._memories))
 
 

@@ -232,6 +232,21 @@ async def test_an_idle_service_is_never_written(bench: Bench) -> None:
     assert written == []
 
 
+async def test_the_watch_owes_nothing_of_a_service_that_idles_since_the_operator_started(bench: Bench) -> None:
+    bench.apply()
+    await bench.make_ready()
+    bench.reconciler._memories.clear()  # what a restart forgets
+    health = bench.reconciler.health = WatchHealth()
+    body = bench.kubectl.get("inferenceservice", NAME)
+    assert body is not None
+    health.delivered(bench.key, body["metadata"]["resourceVersion"])  # the watch's first listing, and no event after it
+    for _ in range(3):
+        await bench.reconcile()
+        bench.clock.now += 200
+    assert health.behind(bench.clock.now) == 0
+    assert not health.is_dead(bench.clock.now)
+
+
 async def test_the_pass_asks_little(bench: Bench) -> None:
     bench.apply()
     await bench.make_ready()
