@@ -15,6 +15,7 @@ DEFAULT_BLOCK_SIZE = 16
 NPU_BLOCK_SIZE = 128
 DEFAULT_MEMORY_UTILIZATION = 0.90
 DEFAULT_PIN_BUDGET = 0.25
+DEFAULT_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,22 @@ class SchedulerConfig:
     """What one step may hold."""
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    """Tokens a step; None takes the default, and without chunked prefill as many as the longest prompt has."""
     enable_chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
             raise ConfigError(f"--max-num-seqs is {self.max_num_seqs}; it must be at least 1.")
-        if self.max_num_batched_tokens < 1:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
             raise ConfigError(f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least 1.")
+
+    def batched_tokens(self, *, max_model_len: int) -> int:
+        """Tokens that one step of a model with this context may hold."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        # Without chunked prefill a whole prompt must fit into one step.
+        return DEFAULT_BATCHED_TOKENS if self.enable_chunked_prefill else max(DEFAULT_BATCHED_TOKENS, max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ def build_core(
         num_gpu_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=config.scheduler.batched_tokens(max_model_len=plan.max_model_len),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,

@@ -109,7 +109,7 @@ class EngineClient:
         self._outbox.put(self._start)
         threading.Thread(target=self._write, name="engine-writer", daemon=True).start()
         threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
-        self.resolved = await self._ready
+        self.resolved = await asyncio.shield(self._ready)  # a start that is given up leaves the future to close()
         return self.resolved
 
     def _spawn(self) -> None:

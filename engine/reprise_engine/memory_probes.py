@@ -81,7 +81,7 @@ def estimate_cpu_activations(spec: ModelSpec, scheduler: SchedulerConfig, *, max
     attention (queries, keys, values before and after rotation, output; gathered keys and values of one layer),
     the MLP (gate, up, product), and the head (logits, adjusted scores, the sampler's rows).
     """
-    tokens = scheduler.max_num_batched_tokens
+    tokens = scheduler.batched_tokens(max_model_len=max_model_len)
     residual = 4 * tokens * spec.hidden_size * 4
     heads = spec.num_heads + 2 * spec.num_kv_heads
     gathered_keys = max(max_model_len, _GATHERED_KEYS)

@@ -5,11 +5,13 @@ Frozen, picklable, free of torch. The scheduler's own mutable state of a request
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
 from reprise_engine.cache_report import CacheExplanation, PinnedPrefix
+from reprise_engine.errors import RequestError
 
 RequestId = NewType("RequestId", str)
 TokenId = int
@@ -30,6 +32,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 and top_p 1 switch their filter off. `logprobs` is the number of alternatives
     reported per generated token (0: only the chosen one), None reports nothing.
     A seed makes a request reproducible whatever else runs in the batch: the draw depends on (seed, position) only.
+    `stop` may be given as one string, and both kinds of stops as lists. Raises RequestError for a value out of range;
+    max_tokens and token ids are checked where the model is known.
     """
 
     max_tokens: int | None = None
@@ -49,6 +53,27 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     skip_reading_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        # A string is a sequence too: taken for one, it would stop at each of its characters.
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if "" in self.stop:
+            raise RequestError("stop holds an empty string; leave it out.", param="stop")
+        for name, fine, limits in (
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
+            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all tokens"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for none"),
+        ):
+            if not fine:
+                raise RequestError(f"{name} is {getattr(self, name)}; it must be {limits}.", param=name)
 
     @property
     def greedy(self) -> bool:

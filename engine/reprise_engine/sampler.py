@@ -18,6 +18,8 @@ from reprise_engine.step import ScheduledRequest
 
 # Below this a temperature is greedy: dividing by it would overflow float32.
 _MIN_TEMPERATURE = 1e-5
+# Scores are drawn from within ± this: divided by the least temperature they still fit float32.
+_LARGEST_SCORE = 1e30
 # Rows drawn at once: bounds the sorted copies and the float64 sums.
 _CHUNK_ROWS = 16
 
@@ -87,6 +89,9 @@ def _penalise(scores_V: torch.Tensor, request: ScheduledRequest) -> None:
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed: int) -> list[TokenId]:
     params = [request.sampling for request in rows]
+    # An extreme penalty overflows, and min_tokens may forbid every token: without a finite score in each row the
+    # softmax would be NaN, the draw no token of the vocabulary, and one request would end the engine.
+    scores_RV = scores_RV.nan_to_num(nan=-_LARGEST_SCORE).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
     scores_RV = scores_RV / _column(scores_RV, [p.temperature for p in params])
     if any(p.min_p > 0.0 for p in params):
         # p >= min_p * p_max, in logarithms.

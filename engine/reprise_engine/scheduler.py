@@ -54,9 +54,10 @@ class Scheduler:
         hasher: BlockHasher = sha256_block_hash,
         pin_budget: int = 0,
     ) -> None:
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        budget = config.batched_tokens(max_model_len=max_model_len)
+        if not config.enable_chunked_prefill and budget < max_model_len:
             raise ConfigError(
-                f"--max-num-batched-tokens is {config.max_num_batched_tokens}; without chunked prefill a prompt is "
+                f"--max-num-batched-tokens is {budget}; without chunked prefill a prompt is "
                 f"computed in one step, so it must be at least max_model_len ({max_model_len})."
             )
         self.kv = KVCacheManager(
@@ -66,10 +67,10 @@ class Scheduler:
             hasher=hasher,
             pin_budget=pin_budget,
         )
-        self._budget = config.max_num_batched_tokens
+        self._budget = budget
         self._chunked = config.enable_chunked_prefill
         # Every running request gets at least one token a step, or the last in rank would starve.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_running = min(config.max_num_seqs, budget)
         self._max_model_len = max_model_len
         self._states: dict[RequestId, RequestState] = {}
         self._waiting: list[RequestState] = []  # both by rank

@@ -4,7 +4,8 @@ ClusterError.fault
 ├── NOT_FOUND    404
 ├── CONFLICT     409: somebody else wrote first, or the object is not the one that was meant (its UID differs)
 ├── GONE         410: a list's continuation expired
-├── INVALID      400, 413, 415, 422: this request will never be accepted
+├── INVALID      400, 413, 415, 422: this request will never be accepted; and the 500 that a server-side apply gets for
+│                a field its kind does not have
 ├── FORBIDDEN    401, 403: RBAC, quota, a namespace that terminates
 └── UNAVAILABLE  429, 5xx, time-outs, no connection: the same request may succeed later
 """
@@ -42,6 +43,8 @@ class Fault(enum.Enum):
     UNAVAILABLE = "unavailable"
 
 
+# How the API server says, with a 500, that an applied object has a field of no schema, or one key of a list twice.
+_BAD_APPLY = "failed to create typed patch object"
 _FAULTS = {404: Fault.NOT_FOUND, 409: Fault.CONFLICT, 410: Fault.GONE, 401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN}
 
 
@@ -73,7 +76,8 @@ def _cluster_error(error: DynamicApiError) -> ClusterError:
     with contextlib.suppress(TypeError, ValueError, KeyError):
         message = str(json.loads(error.body or "")["message"]) or message
     status = int(error.status or 0)
-    default = Fault.INVALID if 400 <= status < 500 and status != 429 else Fault.UNAVAILABLE
+    invalid = (400 <= status < 500 and status != 429) or message.startswith(_BAD_APPLY)
+    default = Fault.INVALID if invalid else Fault.UNAVAILABLE
     return ClusterError(_FAULTS.get(status, default), message, status=status or None, retry_after=_retry_after(error))
 
 

@@ -183,6 +183,7 @@ _LAST_WORDS = (
         "InsufficientMemory",
         re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),
     ),
+    ("DeviceNotFound", re.compile(r"--device is npu, but ")),
     (
         "InvalidArguments",
         re.compile(r"\bConfigError\b|unrecognized arguments|: error: argument |^reprise[ \w]*: error: ", re.M),

@@ -142,7 +142,11 @@ class Reconciler:
         """Does what `decide` decides. Returns what is observed after it, and the conflict it met, if any."""
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
-        for action in decide(planned, observed, applied=memory.applied):
+        actions = decide(planned, observed, applied=memory.applied)
+        # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
+        asked = {str(action.key) for action in actions if isinstance(action, Apply)}
+        memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
+        for action in actions:
             if isinstance(action, Delete):
                 await self._delete(body, action)
                 continue
@@ -231,17 +235,22 @@ class Reconciler:
     def _recall(self, key: Key, identity: Identity) -> _Memory:
         memory = self._memories.get(key)
         if memory is None or memory.uid != identity.uid:
-            self._forget(key)
+            # What the watch has delivered stays: of a service that idles it will not deliver it again.
+            self._drop(key)
             window = HitRateWindow(seconds=self.settings.hit_rate_window_seconds, started_at=self.clock())
             memory = self._memories[key] = _Memory(uid=identity.uid, window=window)
             self.metrics.services.set(len(self._memories))
         return memory
 
     def _forget(self, key: Key) -> None:
+        """The service is gone."""
+        self._drop(key)
+        self.health.forget(key)
+
+    def _drop(self, key: Key) -> None:
         memory = self._memories.pop(key, None)
         if memory is not None:
             self.scraper.forget(memory.pods)
-        self.health.forget(key)
         self.metrics.services.set(len(self._memories))
 
 

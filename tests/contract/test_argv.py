@@ -114,8 +114,14 @@ def test_a_field_of_the_spec_reaches_the_engine(spec: Spec, attribute: str, expe
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 def test_every_profile_makes_an_argv_that_the_engine_takes(profile: str) -> None:
     options = understood({"accelerator": {"profile": profile}})
-    assert options.engine.device == "auto"
+    assert options.engine.device == ("npu" if PROFILES[profile].is_npu else "auto")
     assert options.engine.model.dtype == (PROFILES[profile].dtype or "auto")
+
+
+def test_the_engine_may_be_told_to_leave_the_npu_alone() -> None:
+    made = {"accelerator": {"profile": "ascend910"}, "runtime": {"extraArgs": ["--device=cpu"]}}
+    assert understood(made).engine.device == "cpu"
+    assert "npu" not in container(made)["args"]
 
 
 @pytest.mark.parametrize("replicas", [0, 3])

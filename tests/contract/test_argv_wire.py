@@ -144,6 +144,7 @@ def diagnosed(made: Plan, words: str, *, exit_code: int) -> tuple[State, str, st
         (["--no-such-thing"], None, "InvalidArguments", "--no-such-thing"),
         (["--block-size", "many"], None, "InvalidArguments", "many"),
         (["--enable-lora"], None, "InvalidArguments", "LoRA"),
+        (["--device", "npu"], None, "DeviceNotFound", "--device is npu"),
     ],
 )
 def test_how_the_engine_ends_is_what_the_operator_reports(

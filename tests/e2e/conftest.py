@@ -13,7 +13,7 @@ from tests.e2e.named_cluster import named_site
 from tests.e2e.site import Site
 from tests.support.apiserver import ApiServer
 from tests.support.cluster import ClusterConfig, start_cluster
-from tests.support.kubectl import Kubectl, eventually
+from tests.support.kubectl import Kubectl, eventually, namespace
 from tests.support.request_recorder import recording
 from tests.support.tiny_models import make_tiny_model
 
@@ -51,7 +51,7 @@ def _own_site(api: ApiServer, folder: Path) -> Iterator[Site]:
         )
         with start_cluster(api, config) as cluster:
             kubectl = Kubectl(kubeconfig=api.kubeconfig_path, namespace=NAMESPACE)
-            kubectl("create", "namespace", NAMESPACE)
+            kubectl.apply(namespace(NAMESPACE))
             if api.has_controller_manager:
                 eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.site import Site
 from tests.support.cluster import CRD, PROJECT
-from tests.support.kubectl import Kubectl, eventually
+from tests.support.kubectl import Kubectl, eventually, namespace
 from tests.support.node_client import Manifest
 
 NAMESPACE = "reprise-e2e"
@@ -38,9 +38,9 @@ def named_site() -> Iterator[Site]:
         pytest.fail(f"make e2e needs a cluster: KUBECONFIG names {path}, which is not there.", pytrace=False)
     kubectl = Kubectl(kubeconfig=Path(path), namespace=NAMESPACE)
     system = Kubectl(kubeconfig=Path(path), namespace=SYSTEM)
-    for namespace in (NAMESPACE, SYSTEM):
-        kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=180s", timeout=200)
-        kubectl("create", "namespace", namespace)
+    for name in (NAMESPACE, SYSTEM):
+        kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=180s", timeout=200)
+        kubectl.apply(namespace(name))
     eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
     # helm never upgrades a CRD that is already there; the tests mean this tree's.
     kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.site import Site
-from tests.support.kubectl import KubectlFailed, eventually
+from tests.support.kubectl import KubectlFailed, eventually, secret
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -56,7 +56,7 @@ def test_a_secret_that_does_not_exist_and_then_does(site: Site) -> None:
     with site.deployed("keyless", spec) as service:
         message = service.wait_condition("Stalled", "True", "SecretNotFound", within=60)
         assert "late-keys" in message
-        site.kubectl("create", "secret", "generic", "late-keys", "--from-literal=token=x")
+        site.kubectl.apply(secret("late-keys", token="x"))
         service.wait_condition("Ready", "True", "Ready")
 
 

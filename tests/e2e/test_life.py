@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conversation import Conversation
 from tests.e2e.site import Deployed, Site, kstatus
-from tests.support.kubectl import eventually
+from tests.support.kubectl import eventually, secret
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -243,8 +243,7 @@ def test_deletion_does_not_need_the_operator(site: Site) -> None:
 
 
 def test_an_api_key_from_a_secret_guards_the_endpoint(site: Site) -> None:
-    site.kubectl.delete("secret", "engine-keys")
-    site.kubectl("create", "secret", "generic", "engine-keys", "--from-literal=token=s3cret-key")
+    site.kubectl.apply(secret("engine-keys", token="s3cret-key"))
     spec = {"auth": {"apiKeySecretRef": {"name": "engine-keys", "key": "token"}}}
     with site.deployed("guarded", spec) as service:
         service.wait_ready()

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from tests.support.apiserver import start_api_server
-from tests.support.kubectl import Kubectl, eventually
+from tests.support.kubectl import Kubectl, eventually, secret
 from tests.support.node import NodeConfig
 from tests.support.node_client import Manifest
-from tests.support.node_spec import Image, Mount, expand, rewrite
+from tests.support.node_spec import Image, Mount, build_launch, expand, rewrite, unschedulable
 from tests.support.node_thread import RunningNode, running_node
 
 pytestmark = pytest.mark.e2e
@@ -138,6 +138,37 @@ def test_paths_are_rewritten_only_where_a_path_begins() -> None:
     assert {text: rewrite(text, mounts) for text in table} == table
 
 
+def test_the_program_of_an_image_is_found_where_it_is_although_a_volume_covers_its_folder(tmp_path: Path) -> None:
+    program = tmp_path / "project" / "run"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    launch = build_launch(
+        container={"args": [str(tmp_path / "data")]},
+        image=Image(entrypoint=(str(program),), env={"PROJECT": str(program.parent)}),
+        env={"HOME": str(tmp_path)},
+        mounts=[Mount(container=str(tmp_path), host=Path("/h/t"))],
+        pod_ip="127.0.1.1",
+        cwd=tmp_path,
+        termination_log=tmp_path / "words",
+    )
+    assert launch.argv == (str(program), "/h/t/data")
+    assert launch.env["PROJECT"] == str(program.parent)
+    assert launch.env["HOME"] == "/h/t"
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "fits"),
+    [("In", ["a", "b"], True), ("In", ["b"], False), ("NotIn", ["a"], False), ("Exists", None, True)],
+)
+def test_required_node_affinity_is_honoured(operator: str, values: list[str] | None, fits: bool) -> None:
+    term = {"matchExpressions": [{"key": "chip", "operator": operator, "values": values}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    pod = {"spec": {"containers": [], "affinity": {"nodeAffinity": required}}}
+    why = unschedulable(pod, labels={"chip": "a"}, allocatable={"pods": "1"}, taken={})
+    assert (why is None) is fits
+    assert fits or "didn't match Pod's node affinity" in (why or "")
+
+
 def test_variables_expand_as_in_kubernetes() -> None:
     assert expand("$(A)-$(B)-$$(A)-$(", {"A": "1"}) == "1-$(B)-$(A)-$("
 
@@ -152,8 +183,9 @@ print(json.dumps({"env": {n: os.environ.get(n) for n in names}, "files": files, 
 
 
 def test_environment_arguments_and_volumes(place: Place) -> None:
-    place.kubectl("create", "secret", "generic", "keys", "--from-literal=token=s3cret")
-    place.kubectl("create", "configmap", "settings", "--from-literal=mode=fast")
+    place.kubectl.apply(secret("keys", token="s3cret"))
+    settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "settings"}, "data": {"mode": "fast"}}
+    place.kubectl.apply(settings)
     place.pod(
         "surroundings",
         restartPolicy="Never",
@@ -193,10 +225,10 @@ def test_a_missing_secret_is_named_and_waited_for(place: Place) -> None:
     place.pod("patient", script="import time; time.sleep(60)", env=[{"name": "TOKEN", "valueFrom": reference}])
     eventually(lambda: place.waiting("patient").get("reason") == "CreateContainerConfigError", "says why", within=10)
     assert place.waiting("patient")["message"] == 'secret "later" not found'
-    place.kubectl("create", "secret", "generic", "later", "--from-literal=other=x")
+    place.kubectl.apply(secret("later", other="x"))
     wrong = "couldn't find key token in Secret default/later"
     eventually(lambda: place.waiting("patient").get("message") == wrong, "names the key", within=10)
-    place.kubectl.patch("secret", "later", {"stringData": {"token": "x"}})
+    place.kubectl.apply(secret("later", token="x"))
     place.wait_phase("patient", "Running")
 
 
@@ -347,7 +379,8 @@ def test_termination_is_polite_then_firm(place: Place) -> None:
     place.kubectl("delete", "pod", "stubborn")
     took = time.monotonic() - began
     assert 2.0 <= took < 10.0, took
-    assert place.node.node.worker("default", "stubborn") is None
+    # kubectl returns when the pod is gone from the API server; the node sees that a moment later.
+    eventually(lambda: place.node.node.worker("default", "stubborn") is None, "the worker is gone", within=5)
 
 
 def _answers(ip: str) -> bool:

@@ -109,7 +109,7 @@ def test_keys_come_from_the_environment_too_and_never_show() -> None:
 
 def test_without_chunked_prefill_a_whole_prompt_fits_into_one_step() -> None:
     made = options("m", "--no-enable-chunked-prefill", "--max-model-len", "9000")
-    assert made.engine.scheduler.max_num_batched_tokens == 9000
+    assert made.engine.scheduler.batched_tokens(max_model_len=9000) == 9000
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens is 512; .* at least --max-model-len \(9000\)"):
         options("m", "--no-enable-chunked-prefill", "--max-model-len", "9000", "--max-num-batched-tokens", "512")
 

@@ -186,6 +186,18 @@ async def test_closing_while_loading_does_not_wait_for_the_load() -> None:
         await starting
 
 
+async def test_a_start_that_is_given_up_does_not_make_closing_wait_for_the_load() -> None:
+    engine = EngineClient(CONFIG, builder="tests.support.fake_engine:build_for_ever")
+    starting = asyncio.create_task(engine.start())
+    await eventually(lambda: engine.pid is not None)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    began = time.monotonic()
+    await engine.close()
+    assert time.monotonic() - began < 5
+
+
 async def test_the_engine_process_ignores_signals_that_are_the_servers() -> None:
     async with client() as engine:
         assert engine.pid is not None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from reprise_engine import LLM, SamplingParams
+from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, InsufficientMemory, RequestError
 from reprise_engine.step import Step, StepResult
 from tests.support.tiny_models import BOS_ID, VOCAB_SIZE, tiny_model_path
@@ -200,6 +202,19 @@ def test_unknown_arguments_and_bad_values_are_refused() -> None:
         make_llm(max_model_len=200, num_gpu_blocks_override=24)
 
 
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt_unasked() -> None:
+    """Also where the model alone says how long that is."""
+    llm = make_llm(
+        enable_chunked_prefill=False, num_gpu_blocks_override=None, kv_cache_memory_bytes=2**27, max_num_seqs=2
+    )
+    short = make_llm(enable_chunked_prefill=False, max_model_len=64)
+    assert llm.config.max_num_batched_tokens == max(2048, llm.config.max_model_len)
+    assert short.config.max_num_batched_tokens == 2048
+    assert SchedulerConfig(enable_chunked_prefill=False).batched_tokens(max_model_len=8192) == 8192
+    assert SchedulerConfig(enable_chunked_prefill=True).batched_tokens(max_model_len=8192) == 2048
+    assert SchedulerConfig(max_num_batched_tokens=9).batched_tokens(max_model_len=8192) == 9
+
+
 def test_what_the_engine_settled_on_is_told() -> None:
     config = make_llm("opt").config
     assert (config.block_size, config.num_gpu_blocks, config.max_model_len) == (8, 64, 512)
@@ -209,3 +224,43 @@ def test_what_the_engine_settled_on_is_told() -> None:
         VOCAB_SIZE,
         (1, 2),
     )
+
+
+def test_stops_may_be_one_string_and_lists(llm: LLM) -> None:
+    assert SamplingParams(stop="cat").stop == ("cat",)  # type: ignore[arg-type]
+    lists = SamplingParams(stop=["a", "b"], stop_token_ids=[7])  # type: ignore[arg-type]
+    assert (lists.stop, lists.stop_token_ids) == (("a", "b"), (7,))
+    [whole] = llm.generate(TEXT, GREEDY)
+    text = whole.outputs[0].text
+    stop = text[-3:]
+    [stopped] = llm.generate(TEXT, replace(GREEDY, stop=stop))  # type: ignore[arg-type]
+    assert stopped.outputs[0].stop_reason == stop
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", -1.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 5.0),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("inf")),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("stop", ("a", "")),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=f"stop_token_ids holds {VOCAB_SIZE}; .* 0 to {VOCAB_SIZE - 1}"):
+        llm.generate([5], SamplingParams(stop_token_ids=(VOCAB_SIZE,), min_tokens=2, max_tokens=4))

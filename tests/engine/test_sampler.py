@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -227,3 +228,30 @@ def test_uniform_is_stable_across_versions() -> None:
     assert 0.0 <= min(values) < 0.01
     assert 0.99 < max(values) < 1.0
     assert np.mean(values) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
+@pytest.mark.parametrize(
+    ("extreme", "forbidden"),
+    [
+        (SamplingParams(min_tokens=5), tuple(range(VOCAB))),
+        (SamplingParams(repetition_penalty=1e-45), ()),
+        (SamplingParams(repetition_penalty=1e-300), ()),
+        (SamplingParams(repetition_penalty=1e300), ()),
+    ],
+)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_a_request_of_extremes_still_gets_a_token_of_the_vocabulary(
+    temperature: float, extreme: SamplingParams, forbidden: tuple[int, ...], filters: dict[str, Any]
+) -> None:
+    """What is outside makes the next step's embedding fail, which ends the engine for everybody."""
+    sampling = replace(extreme, temperature=temperature, **filters)
+    logits = random_logits(2)
+    logits[:, 0] = 0.0
+    rows = [
+        row(sampling, history=tuple(range(VOCAB)), prompt_length=1, forbidden=forbidden),
+        row(SamplingParams(seed=7)),
+    ]
+    extreme_choice, neighbour = sample(logits, rows, engine_seed=0)
+    assert 0 <= extreme_choice.token_id < VOCAB
+    assert [neighbour] == sample(logits[1:], rows[1:], engine_seed=0)

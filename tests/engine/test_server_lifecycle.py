@@ -19,7 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from reprise_engine.errors import EngineDead
+from reprise_engine.errors import ConfigError, EngineDead
+from reprise_engine.server.defaults import load_defaults
 from tests.support.engine_server import fake_options, running_server
 from tests.support.fake_engine import write_model
 
@@ -245,3 +246,11 @@ def _until_load(client: httpx.Client, load: int) -> None:
     while client.get("/load").json() != {"server_load": load}:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_p", 5), ("top_p", 1.5), ("repetition_penalty", 0), ("top_k", -2), ("max_new_tokens", 0)]
+)
+def test_a_default_out_of_range_is_refused_at_the_start(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"--override-generation-config: {name} is {value}, which is out of range"):
+        load_defaults(str(tmp_path), source="vllm", override={name: value})

@@ -43,7 +43,9 @@ def test_argv_of_our_engine() -> None:
         "--gpu-memory-utilization",
         "0.9",
         "--enable-prefix-caching",
+        *("--device", "npu"),
     ]
+    assert "--device" not in container(planned(CPU))["args"]
 
 
 def test_argv_of_our_engine_with_every_field() -> None:
@@ -58,7 +60,7 @@ def test_argv_of_our_engine_with_every_field() -> None:
         *("serve", "/model/a.gguf", "--served-model-name", "org/name", "--port", "8000"),
         *("--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching", "--block-size", "256"),
         *("--max-model-len", "4096", "--dtype", "float32"),
-        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),
+        *("--device", "npu", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),
         *("--max-num-seqs", "8", '--override={"a b": "$HOME"}'),
     ]
 
@@ -321,6 +323,13 @@ def test_the_pod_template_is_merged() -> None:
     assert volumes["shm"]["emptyDir"]["sizeLimit"] == "64Gi"
     assert "x" in volumes
     assert {"name": "x", "mountPath": "/x"} in container(plan)["volumeMounts"]
+
+
+def test_a_mount_of_the_users_replaces_ours_at_the_same_place_however_it_is_written() -> None:
+    mount = {"name": "fast", "mountPath": "/tmp/"}
+    user = {"volumes": [{"name": "fast", "emptyDir": {"medium": "Memory"}}], "volumeMounts": [mount]}
+    mounts = container(planned({"podTemplate": user}))["volumeMounts"]
+    assert [mount["name"] for mount in mounts if mount["mountPath"].startswith("/tmp")] == ["fast"]
 
 
 def test_nobody_can_take_a_pod_out_of_the_selector() -> None:

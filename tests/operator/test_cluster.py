@@ -167,11 +167,7 @@ async def test_one_that_appeared_meanwhile_is_not_taken_over(cluster: Cluster, k
     assert (live["spec"]["selector"], live["spec"]["ports"][0]["port"]) == ({"app": "theirs"}, 99)
 
 
-async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(
-    cluster: Cluster, kubectl: Kubectl, crd_server: ApiServer
-) -> None:
-    if not crd_server.has_controller_manager:
-        pytest.skip("the emulated API server does not validate ports")
+async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(cluster: Cluster, kubectl: Kubectl) -> None:
     manifest = owned(kubectl)
     await cluster.apply(manifest, present=None)
     manifest["spec"]["ports"][0]["port"] = 70_000
@@ -181,6 +177,16 @@ async def test_a_manifest_the_server_refuses_is_a_result_with_its_words(
     live = kubectl.get("service", "web")
     assert live is not None
     assert live["spec"]["ports"][0]["port"] == 8000
+
+
+async def test_a_field_that_the_kind_does_not_have_is_a_refusal_though_the_server_answers_500(
+    cluster: Cluster, kubectl: Kubectl
+) -> None:
+    manifest = owned(kubectl)
+    manifest["spec"]["prot"] = 8000
+    result = await cluster.apply(manifest, present=None)
+    assert result.outcome is ApplyOutcome.REFUSED
+    assert "prot: field not declared in schema" in result.message
 
 
 async def test_a_foreign_object_under_a_planned_name_is_seen_as_foreign(cluster: Cluster, kubectl: Kubectl) -> None:

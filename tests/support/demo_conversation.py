@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 from rich.table import Table
+from rich.text import Text
 
 MODEL = "smollm2"
 MAX_TOKENS = 24
@@ -103,34 +104,33 @@ def ask(
 
 def new_table(title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for heading in ("customer", "turn", "prompt", "cached", "computed", "first token", "total"):
+    for heading in ("chat.turn", "prompt", "cached", "computed", "first token", "total"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("answer", overflow="ellipsis", no_wrap=True)
+    # The one column that may shrink; its cells, not the column, are kept on one line.
+    table.add_column("answer")
     return table
 
 
 def add_row(table: Table, turn: Turn) -> None:
     table.add_row(
-        str(turn.conversation),
-        str(turn.number),
+        f"{turn.conversation}.{turn.number}",
         f"{turn.prompt_tokens:,}",
         f"{turn.cached_tokens:,}",
         f"{turn.computed_tokens:,}",
         f"{turn.first_token_seconds:.2f} s",
         f"{turn.total_seconds:.2f} s",
-        turn.answer,
+        Text(turn.answer, no_wrap=True, overflow="ellipsis"),
     )
 
 
 def comparison(cached: Sequence[Turn], uncached: Sequence[Turn]) -> Table:
     """The same turns side by side."""
     table = Table(title="The same turns, prefix caching on and off", title_justify="left")
-    for heading in ("customer", "turn", "first token: on", "off", "off ÷ on", "computed: on", "off"):
+    for heading in ("chat.turn", "first token: on", "off", "off ÷ on", "computed: on", "off"):
         table.add_column(heading, justify="right")
     for on, off in zip(cached, uncached, strict=True):
         table.add_row(
-            str(on.conversation),
-            str(on.number),
+            f"{on.conversation}.{on.number}",
             f"{on.first_token_seconds:.2f} s",
             f"{off.first_token_seconds:.2f} s",
             f"{off.first_token_seconds / on.first_token_seconds:.1f}",

@@ -109,7 +109,7 @@ def build(
         num_gpu_blocks=num_blocks,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=config.scheduler.batched_tokens(max_model_len=MAX_MODEL_LEN),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,

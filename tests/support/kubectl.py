@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -80,6 +81,17 @@ class Kubectl:
 
     def delete(self, kind: str, name: str, *flags: str) -> str:
         return self("delete", kind, name, "--ignore-not-found", *flags)
+
+
+def namespace(name: str) -> Manifest:
+    """For `apply`: `kubectl create` speaks protobuf, which the emulated API server does not."""
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+
+
+def secret(name: str, **strings: str) -> Manifest:
+    """An Opaque Secret, for `apply`."""
+    data = {key: base64.b64encode(value.encode()).decode() for key, value in strings.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "type": "Opaque", "data": data}
 
 
 def eventually(look: Callable[[], T | None], what: str, *, within: float = 60.0, every: float = 0.25) -> T:

@@ -4,6 +4,9 @@ It speaks the plain Kubernetes API, so it serves a real kube-apiserver and the e
 loopback address of its own out of one 127.x.y.0/24 (Linux answers on all of 127.0.0.0/8), so every pod may listen on
 the same port. What stands for images is given by the caller; see node_spec.py for the limits of running without a
 mount namespace. Output is kept in FOLDER/pods/NAMESPACE_POD_UID/CONTAINER/RUN.log.
+
+Not there: taints, preferences of the scheduler, sidecars (init containers that stay), and `kubectl logs`, `exec` and
+`port-forward`, which need a kubelet's own server.
 """
 
 from __future__ import annotations

@@ -127,18 +127,20 @@ def build_launch(
     cwd: Path,
     termination_log: Path,
 ) -> Launch:
-    """`env` is the container's own, resolved and expanded. Raises ConfigProblem where the program does not exist."""
-    whole = {name: rewrite(value, mounts) for name, value in {**image.env, **env}.items()}
+    """`env` is the container's own, resolved and expanded. Raises ConfigProblem where the program does not exist.
+
+    What the image brings is of this host already: only the pod's own words are rewritten.
+    """
+    whole = {**image.env, **{name: rewrite(value, mounts) for name, value in env.items()}}
     whole["TERMINATION_LOG_PATH"] = str(termination_log)
     for mount in mounts:
         if mount.container.rstrip("/") == "/tmp":
             whole.setdefault("TMPDIR", str(mount.host))
-    command = [expand(part, env) for part in container.get("command") or image.entrypoint]
-    given = container.get("args")
-    if given is None and not container.get("command"):
-        given = list(image.default_args)
-    arguments = [expand(part, env) for part in given or ()]
-    argv = [rewrite(part, mounts) for part in command + arguments]
+    words = [rewrite(expand(part, env), mounts) for part in container.get("args") or ()]
+    if container.get("command"):
+        argv = [rewrite(expand(part, env), mounts) for part in container["command"]] + words
+    else:
+        argv = [*image.entrypoint, *(image.default_args if container.get("args") is None else words)]
     if image.host_flag is not None:
         argv = _listen_on(argv, flag=image.host_flag, address=pod_ip)
     program = shutil.which(argv[0], path=whole.get("PATH"))
@@ -217,7 +219,7 @@ def unschedulable(
 ) -> str | None:
     """Why the one node cannot take the pod, in the words of the default scheduler; None if it can."""
     wanted = pod["spec"].get("nodeSelector") or {}
-    if any(labels.get(key) != value for key, value in wanted.items()):
+    if any(labels.get(key) != value for key, value in wanted.items()) or not _is_attracted(pod, labels):
         return "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
     lacking = [
         name
@@ -227,6 +229,33 @@ def unschedulable(
     if lacking:
         return "0/1 nodes are available: " + ", ".join(f"1 Insufficient {name}" for name in lacking) + "."
     return None
+
+
+def _is_attracted(pod: Manifest, labels: Mapping[str, str]) -> bool:
+    """The required node affinity: one of the terms must hold, with all of its matchExpressions."""
+    affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+    if required is None:
+        return True
+    return any(
+        all(_matches(expression, labels) for expression in term.get("matchExpressions") or ())
+        for term in required["nodeSelectorTerms"]
+    )
+
+
+def _matches(expression: Manifest, labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(expression["key"]), expression.get("values") or ()
+    match expression["operator"]:
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case operator:
+            raise ValueError(f"this node has no node affinity operator {operator}")
 
 
 def program_path(*folders: Path) -> str:

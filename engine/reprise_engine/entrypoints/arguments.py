@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
 from reprise_engine.config import (
+    DEFAULT_BATCHED_TOKENS,
     DEFAULT_MEMORY_UTILIZATION,
     DEFAULT_PIN_BUDGET,
     CacheConfig,
@@ -33,8 +34,6 @@ API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
 
 ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
 MIN_SECRET_LENGTH = 16
-
-_DEFAULT_BATCHED_TOKENS = SchedulerConfig().max_num_batched_tokens
 
 _NOT_SUPPORTED = {
     "enable-auto-tool-choice": "tool calling is not supported yet",
@@ -229,7 +228,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs)
     scheduler.add_argument(
-        "--max-num-batched-tokens", type=number_with_suffix, default=None, help=f"a step ({_DEFAULT_BATCHED_TOKENS})"
+        "--max-num-batched-tokens",
+        type=number_with_suffix,
+        default=None,
+        help=f"a step ({DEFAULT_BATCHED_TOKENS}; without chunked prefill at least the longest prompt)",
     )
     scheduler.add_argument(
         "--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="split long prompts (on)"
@@ -347,14 +349,11 @@ def _model(parsed: argparse.Namespace) -> str:
 
 def _scheduler(parsed: argparse.Namespace) -> SchedulerConfig:
     tokens = parsed.max_num_batched_tokens
-    if tokens is None:
-        tokens = _DEFAULT_BATCHED_TOKENS
-        if not parsed.enable_chunked_prefill and parsed.max_model_len is not None:
-            tokens = max(tokens, parsed.max_model_len)  # a whole prompt must fit into one step
-    elif not parsed.enable_chunked_prefill and parsed.max_model_len is not None and tokens < parsed.max_model_len:
+    length = parsed.max_model_len
+    if not parsed.enable_chunked_prefill and length is not None and tokens is not None and tokens < length:
         raise ConfigError(
             f"--max-num-batched-tokens is {tokens}; without chunked prefill a whole prompt must fit into one step, so "
-            f"it must be at least --max-model-len ({parsed.max_model_len})."
+            f"it must be at least --max-model-len ({length})."
         )
     return SchedulerConfig(
         max_num_seqs=parsed.max_num_seqs,

@@ -116,7 +116,7 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         enable_chunked_prefill: bool = True,
         chat_template: str | None = None,
     ) -> None:
@@ -274,6 +274,13 @@ class LLM:
                 f"The prompt holds token id {outside[0]}; the model's vocabulary goes from 0 to "
                 f"{self._config.vocab_size - 1}.",
                 param="prompt",
+            )
+        unknown = [token for token in params.stop_token_ids if not 0 <= token < self._config.vocab_size]
+        if unknown:
+            raise RequestError(
+                f"stop_token_ids holds {unknown[0]}; the model's vocabulary goes from 0 to "
+                f"{self._config.vocab_size - 1}.",
+                param="stop_token_ids",
             )
         room = self._config.max_model_len - len(token_ids)
         if room < 1:

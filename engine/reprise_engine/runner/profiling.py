@@ -46,7 +46,7 @@ def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: 
     max_num_batched_tokens new tokens, spread over as many requests as may run, each of which samples. With few tokens
     the profile would under-count.
     """
-    tokens = scheduler.max_num_batched_tokens
+    tokens = scheduler.batched_tokens(max_model_len=max_model_len)
     num_requests = max(min(scheduler.max_num_seqs, tokens), -(-tokens // max_model_len))
     requests: list[ScheduledRequest] = []
     next_block = 0

@@ -11,6 +11,16 @@ from typing import Any
 from reprise_engine.errors import ConfigError
 from reprise_engine.text.files import model_folder, read_json, resolve_model
 
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, math.inf),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (math.ulp(0.0), math.inf),  # above 0
+    "max_tokens": (1, math.inf),
+}
+"""Least and largest value of each, as of `SamplingParams`: what is outside would fail every request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -37,7 +47,8 @@ class SamplingDefaults:
             whole = field.name in ("top_k", "max_tokens")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise ConfigError(f"{source}: {key} is {value!r}; it must be {'a whole' if whole else 'a'} number.")
-            if not math.isfinite(value) or value < (-1 if whole else 0):
+            lowest, highest = _RANGES[field.name]
+            if not math.isfinite(value) or not lowest <= value <= highest:
                 raise ConfigError(f"{source}: {key} is {value!r}, which is out of range.")
             found[field.name] = int(value) if whole else float(value)
         return replace(self, **found)

@@ -41,6 +41,8 @@ _DEATH_GRACE_SECONDS = 2
 """For the answers that tell clients of a dead engine."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, so that they, not we, close an idle connection."""
+_VERDICT_SECONDS = 60
+"""How long the engine may take to judge a model whose tokenizer is already known to be missing."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -204,8 +206,10 @@ async def _load_both(options: ServerOptions, engine: EngineClient) -> Loaded:
     text = asyncio.create_task(asyncio.to_thread(_load_text, options))
     try:
         await asyncio.wait((starting, text), return_when=asyncio.FIRST_EXCEPTION)
-        if starting.done() and starting.exception() is not None:
+        if text.done() and text.exception() is not None:
             # Where the model itself cannot be served, that is the cause; the tokenizer's trouble its echo.
+            await asyncio.wait((starting,), timeout=_VERDICT_SECONDS)
+        if starting.done() and starting.exception() is not None:
             starting.result()
         tokenizer, defaults = await text
         return Loaded(engine=engine, resolved=await starting, tokenizer=tokenizer, defaults=defaults)

@@ -56,11 +56,17 @@ def _serve(service: InferenceService, memory: MemoryPlan) -> list[str]:
 
 
 def _reprise(service: InferenceService) -> list[str]:
+    args = []
+    if profile_of(service).is_npu and not _has(service.spec.runtime.extra_args, "device"):
+        # Left to itself the engine would serve on the CPU where its image or the node lacks what the NPU needs, slowly
+        # and with the NPU idle. Told so, it ends and says what is missing.
+        args += ["--device", "npu"]
     chunked = service.spec.chunked_prefill.enabled
-    if chunked is None:
-        return []
-    args = [_switch("enable-chunked-prefill", on=chunked)]
-    return args if chunked else [*args, *_whole_prompts(service)]
+    if chunked is not None:
+        args.append(_switch("enable-chunked-prefill", on=chunked))
+    if chunked is False:
+        args += _whole_prompts(service)
+    return args
 
 
 def _vllm_ascend(service: InferenceService) -> list[str]:

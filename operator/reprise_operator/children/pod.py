@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import posixpath
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from reprise_operator.children.accelerator import (
@@ -126,7 +127,7 @@ def _env(service: InferenceService) -> list[dict[str, Any]]:
     if secret is not None:
         reference = {"name": secret.name, "key": secret.key}
         env.append({"name": _API_KEY_ENV[runtime], "valueFrom": {"secretKeyRef": reference}})
-    return _merge(env, (_env_entry(item) for item in service.spec.runtime.env), key="name")
+    return _merge(env, (_env_entry(item) for item in service.spec.runtime.env), key=_name)
 
 
 def _env_entry(variable: EnvVar) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def _volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the same
         *driver_mounts,
     ]
-    return _merge(volumes, user.volumes, key="name"), _merge(mounts, user.volume_mounts, key="mountPath")
+    return _merge(volumes, user.volumes, key=_name), _merge(mounts, user.volume_mounts, key=_place)
 
 
 def _model_volume(service: InferenceService) -> dict[str, Any]:
@@ -185,9 +186,20 @@ def _container_security(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def _merge(ours: Iterable[Mapping[str, Any]], theirs: Iterable[Mapping[str, Any]], *, key: str) -> list[dict[str, Any]]:
-    """One entry for each value of `key`, in order of first appearance; a later entry replaces an earlier one."""
-    merged: dict[Any, dict[str, Any]] = {}
+def _merge(
+    ours: Iterable[Mapping[str, Any]], theirs: Iterable[Mapping[str, Any]], *, key: Callable[[Mapping[str, Any]], str]
+) -> list[dict[str, Any]]:
+    """One entry for each `key`, in order of first appearance; a later entry replaces an earlier one."""
+    merged: dict[str, dict[str, Any]] = {}
     for entry in (*ours, *theirs):
-        merged[entry.get(key)] = dict(entry)
+        merged[key(entry)] = dict(entry)
     return list(merged.values())
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name"))
+
+
+def _place(mount: Mapping[str, Any]) -> str:
+    """The path without a slash at its end: two mounts of one place hide one another."""
+    return posixpath.normpath(str(mount.get("mountPath")))

@@ -4,6 +4,9 @@ A story (stories/*.yaml) is a list of requests, played in order in a namespace o
 kube-apiserver gave them, are in answers/ under the same name. What differs from run to run (uids, times, versions,
 addresses) is replaced by a name; resource versions are numbered in the order they appear, so whether a request
 changed an object is part of the comparison.
+
+A step with `real_only` is sent to both servers, since later steps build on it, but its answer is compared on the real
+server only: the reason says what the emulation leaves out.
 """
 
 from __future__ import annotations
@@ -71,6 +74,11 @@ def load_story(name: str) -> list[dict[str, Any]]:
     if len(set(names)) != len(names):
         raise ValueError(f"{name}: two steps have the same name")
     return steps
+
+
+def real_only(name: str) -> dict[str, str]:
+    """The steps of a story that the emulation is not held to, with the reasons."""
+    return {step["name"]: step["real_only"] for step in load_story(name) if "real_only" in step}
 
 
 def play(name: str, client: httpx.Client) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,87 +1,51 @@
-"""Refusals in the shape of a Kubernetes Status."""
+"""Refusals in the shape of a Kubernetes Status; their words are in messages.yaml."""
 
-from __future__ import annotations
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .builtins import Resource
+import yaml
 
 Json = dict[str, Any]
+MESSAGES: Json = yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text())
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """One thing that is wrong with a field. `reason` as in the API: FieldValueInvalid, FieldValueRequired …"""
 
     reason: str
     field: str
     message: str
 
-    def __str__(self) -> str:
-        return f"{self.field}: {self.message}"
-
 
 class ApiError(Exception):
-    """An answer that is not a success; `details` as in Status."""
+    """An answer that is not a success; `about` is the rest of its Status."""
 
     def __init__(self, code: int, reason: str | None, message: str, details: Json | None = None) -> None:
         super().__init__(message)
-        self.code, self.reason, self.message, self.details = code, reason, message, details
-
-    def status(self) -> Json:
-        status: Json = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": self.message,
-        }
-        if self.reason is not None:
-            status["reason"] = self.reason
-        if self.details is not None:
-            status["details"] = self.details
-        return {**status, "code": self.code}
+        about = {key: value for key, value in (("reason", reason), ("details", details)) if value is not None}
+        base = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message}
+        self.code, self.status = code, {**base, **about, "code": code}
 
 
-def _details(name: str, group: str, kind: str) -> Json:
-    return {key: value for key, value in (("name", name), ("group", group), ("kind", kind)) if value}
+def details(name: str, group: str, kind: str, **more: Any) -> Json:
+    return {key: value for key, value in {"name": name, "group": group, "kind": kind, **more}.items() if value}
 
 
-def _qualified(name: str, group: str) -> str:
-    """`deployments.apps`, or only `pods` for the core group."""
-    return f"{name}.{group}" if group else name
+def refusal(which: str, resource: Any = None, name: str = "", kind: str = "", **values: Any) -> ApiError:
+    """The error of that name in messages.yaml. `kind` is what it calls the resource, its plural where not given."""
+    code, reason, message = MESSAGES["refusals"][which]
+    about: Json | None = {} if code in (405, 422) else None
+    if resource is not None:
+        kind = kind or resource.plural
+        about = details(name, resource.group, kind) if code in (404, 409) else None
+        values = {"what": f"{kind}.{resource.group}".rstrip("."), "kind": resource.kind, **values}
+        values |= {"version": resource.version, "api_version": resource.api_version}
+    return ApiError(code, reason, message.format(name=name, **values), about)
 
 
-def not_found(resource: Resource, name: str) -> ApiError:
-    what = _qualified(resource.plural, resource.group)
-    return ApiError(404, "NotFound", f'{what} "{name}" not found', _details(name, resource.group, resource.plural))
-
-
-def already_exists(resource: Resource, name: str) -> ApiError:
-    message = f'{_qualified(resource.plural, resource.group)} "{name}" already exists'
-    return ApiError(409, "AlreadyExists", message, _details(name, resource.group, resource.plural))
-
-
-def conflict(resource: Resource, name: str, why: str, kind: str = "") -> ApiError:
-    """`kind` is what the message calls the resource, its plural where not given."""
-    kind = kind or resource.plural
-    message = f'Operation cannot be fulfilled on {_qualified(kind, resource.group)} "{name}": {why}'
-    return ApiError(409, "Conflict", message, _details(name, resource.group, kind))
-
-
-def invalid(name: str, causes: list[Cause], *, group: str, kind: str) -> ApiError:
-    said = list(dict.fromkeys(map(str, causes)))
+def invalid(resource: Any, name: str, causes: list[Cause]) -> ApiError:
+    said = list(dict.fromkeys(f"{cause.field}: {cause.message}" for cause in causes))
     text = said[0] if len(said) == 1 else f"[{', '.join(said)}]"
-    listed = [{"reason": each.reason, "message": each.message, "field": each.field} for each in causes]
-    details = {**_details(name, group, kind), "causes": listed}
-    return ApiError(422, "Invalid", f'{_qualified(kind, group)} "{name}" is invalid: {text}', details)
-
-
-def bad_request(message: str) -> ApiError:
-    return ApiError(400, "BadRequest", message)
-
-
-def not_allowed() -> ApiError:
-    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})
+    about = {**details(name, resource.group, resource.kind), "causes": [cause._asdict() for cause in causes]}
+    what = f"{resource.kind}.{resource.group}".rstrip(".")
+    return ApiError(422, "Invalid", f'{what} "{name}" is invalid: {text}', about)

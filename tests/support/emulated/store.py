@@ -1,46 +1,36 @@
 """Objects in memory, each change numbered, remembered and handed to whoever watches."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .builtins import Resource
 from .errors import Json
 
-HISTORY = 4000
-"""Changes that are remembered for each kind."""
+HISTORY = 20_000  # changes that are remembered
 Filter = Callable[[Json], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """`old` and `new` are the object before and after; a deletion has its last state in `old`, with the new version."""
 
     version: int
+    resource: Resource
     old: Json | None
     new: Json | None
 
-    def event(self, wanted: Filter) -> Json | None:
-        """As a watch that sees only wanted objects sees it: an object that stops being wanted is deleted."""
-        before = self.old is not None and wanted(self.old)
-        after = self.new is not None and wanted(self.new)
-        if after:
-            return {"type": "MODIFIED" if before else "ADDED", "object": self.new}
-        if not before or self.old is None:
+    def event(self, resource: Resource, wanted: Filter) -> Json | None:
+        """As a watch of a kind that sees only wanted objects sees it: one that stops being wanted is deleted."""
+        if self.resource.plural != resource.plural or self.resource.group != resource.group:
             return None
-        last = {**self.old, "metadata": {**self.old["metadata"], "resourceVersion": str(self.version)}}
-        return {"type": "DELETED", "object": last}
-
-
-@dataclass
-class _Kind:
-    objects: dict[tuple[str, str], Json] = field(default_factory=dict)
-    history: deque[Change] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    watchers: set[asyncio.Queue[Change]] = field(default_factory=set)
+        before = self.old is not None and wanted(self.old)
+        if self.new is not None and wanted(self.new):
+            return {"type": "MODIFIED" if before else "ADDED", "object": self.new}
+        gone = copy.deepcopy(self.old) or {"metadata": {}}
+        gone["metadata"]["resourceVersion"] = str(self.version)
+        return {"type": "DELETED", "object": gone} if before else None
 
 
 class Store:
@@ -48,55 +38,45 @@ class Store:
 
     def __init__(self) -> None:
         self.version = 1
-        self._kinds: dict[tuple[str, str], _Kind] = {}
-
-    def _kind(self, resource: Resource) -> _Kind:
-        return self._kinds.setdefault((resource.group, resource.plural), _Kind())
+        self._objects: defaultdict[tuple[str, str], dict[tuple[str, str], Json]] = defaultdict(dict)
+        self._history: deque[Change] = deque(maxlen=HISTORY)
+        self.watchers: set[asyncio.Queue[Change]] = set()
 
     def get(self, resource: Resource, namespace: str, name: str) -> Json | None:
         """A copy, or None."""
-        return copy.deepcopy(self._kind(resource).objects.get((namespace, name)))
+        return copy.deepcopy(self._objects[resource.group, resource.plural].get((namespace, name)))
 
-    def list(self, resource: Resource, namespace: str | None) -> list[Json]:
-        """By namespace and name; not copies, so only to be read."""
-        objects = sorted(self._kind(resource).objects.items())
-        return [item for (where, _), item in objects if namespace is None or where == namespace]
+    def list(self, resource: Resource, namespace: str) -> list[Json]:
+        """Of one namespace, or all where it is empty, in order; not copies, so only to be read."""
+        objects = sorted(self._objects[resource.group, resource.plural].items())
+        return [item for (where, _), item in objects if namespace in ("", where)]
 
     def put(self, resource: Resource, item: Json) -> Json:
         """Stores the object under a new version, which is set in it; returns a copy."""
         key = (item["metadata"].get("namespace", ""), item["metadata"]["name"])
-        self.version += 1
-        item["metadata"]["resourceVersion"] = str(self.version)
-        kind = self._kind(resource)
-        self._publish(kind, Change(self.version, kind.objects.get(key), item))
-        kind.objects[key] = item
+        item["metadata"]["resourceVersion"] = str(self.version + 1)
+        self._publish(resource, self._objects[resource.group, resource.plural].get(key), item)
+        self._objects[resource.group, resource.plural][key] = item
         return copy.deepcopy(item)
 
     def delete(self, resource: Resource, namespace: str, name: str) -> None:
-        kind = self._kind(resource)
-        self.version += 1
-        self._publish(kind, Change(self.version, kind.objects.pop((namespace, name)), None))
+        self._publish(resource, self._objects[resource.group, resource.plural].pop((namespace, name)), None)
 
-    @staticmethod
-    def _publish(kind: _Kind, change: Change) -> None:
-        kind.history.append(change)
-        for watcher in kind.watchers:
-            watcher.put_nowait(change)
+    def _publish(self, resource: Resource, old: Json | None, new: Json | None) -> None:
+        self.version += 1
+        self._history.append(Change(self.version, resource, old, new))
+        for watcher in self.watchers:
+            watcher.put_nowait(self._history[-1])
 
     def oldest(self, resource: Resource) -> int:
         """The oldest version a watch of this kind can start after."""
-        history = self._kind(resource).history
-        return max(resource.since, history[0].version - 1 if len(history) == HISTORY else 0)
+        return max(resource.since, self._history[0].version - 1 if len(self._history) == HISTORY else 0)
 
-    def watch(self, resource: Resource, after: int) -> asyncio.Queue[Change]:
-        """A queue that holds the remembered changes after a version and gets every later one; give it to `unwatch`."""
-        kind = self._kind(resource)
-        queue: asyncio.Queue[Change] = asyncio.Queue()
-        for change in kind.history:
+    def watch(self, after: int) -> asyncio.Queue[Change]:
+        """A queue with the remembered changes after a version and every later one, until it leaves `watchers`."""
+        queue = asyncio.Queue[Change]()
+        for change in self._history:
             if change.version > after:
                 queue.put_nowait(change)
-        kind.watchers.add(queue)
+        self.watchers.add(queue)
         return queue
-
-    def unwatch(self, resource: Resource, queue: asyncio.Queue[Change]) -> None:
-        self._kind(resource).watchers.discard(queue)
