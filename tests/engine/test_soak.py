@@ -17,6 +17,10 @@ from tests.engine.paged_fake import World
 STEPS = int(os.environ.get("REPRISE_SOAK_STEPS", "1500"))
 
 
+_MOST_WAITING = 24
+"""However long it lives, its end is a few hundred steps away."""
+
+
 class Soak:
     """Clients that submit, leave, come back with the next turn, and an operator that resets the cache."""
 
@@ -64,6 +68,8 @@ class Soak:
         self.world.scheduler.check_invariants()
 
     def submit(self) -> None:
+        if len(self.running) >= _MOST_WAITING:
+            return
         history = self.random.choice(self.conversations)
         prompt = history[: self.random.randint(1, len(history))] if self.random.random() < 0.3 else history
         prompt += tuple(self.random.randrange(12) for _ in range(self.random.randint(1, 5)))
