@@ -9,11 +9,12 @@ from reprise_engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "npu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-HashAlgorithm = Literal["sha256"]
+HashAlgorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 
 DEFAULT_BLOCK_SIZE = 16
 NPU_BLOCK_SIZE = 128
 DEFAULT_MEMORY_UTILIZATION = 0.90
+DEFAULT_PIN_BUDGET = 0.25
 DEFAULT_BATCHED_TOKENS = 2048
 
 
@@ -43,8 +44,17 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     prefix_caching_hash_algo: HashAlgorithm = "sha256"
+    """How blocks are named to the outside (kv/hash_algorithms.py); a match never rests on it."""
+
+    prefix_cache_pin_budget: float | int = DEFAULT_PIN_BUDGET
+    """How much of the pool may be pinned: a share from 0.0 to 1.0 (float), or a number of blocks (int)."""
 
     def __post_init__(self) -> None:
+        budget = self.prefix_cache_pin_budget
+        if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
+            raise ConfigError(
+                f"--prefix-cache-pin-budget is {budget}; it must be a share from 0.0 to 1.0, or a number of blocks."
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1."
@@ -107,6 +117,8 @@ class ResolvedConfig:
     gpu_memory_utilization: float
     device: Literal["cpu", "npu"]
     dtype: str
+    prefix_cache_pin_blocks: int = 0
+    """Blocks that may be pinned."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     version: str

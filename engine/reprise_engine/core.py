@@ -21,6 +21,8 @@ from reprise_engine.config import (
 )
 from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import ConfigError
+from reprise_engine.kv.hash_algorithms import block_hasher
+from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.loop import EngineCore
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
@@ -64,12 +66,20 @@ def build_core(
         device=device,
     )
     runner = ModelRunner(model, create_attention_backend(device), kv, seed=config.model.seed)
+    pin_budget = pin_budget_blocks(
+        config.cache.prefix_cache_pin_budget,
+        num_blocks=plan.num_blocks,
+        block_size=block_size,
+        max_model_len=plan.max_model_len,
+    )
     scheduler = Scheduler(
         config.scheduler,
         num_blocks=plan.num_blocks,
         block_size=block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_model_len=plan.max_model_len,
+        hasher=block_hasher(config.cache.prefix_caching_hash_algo),
+        pin_budget=pin_budget,
     )
     resolved = ResolvedConfig(
         block_size=block_size,
@@ -82,6 +92,7 @@ def build_core(
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         device=device_type,
         dtype=model.dtype,
+        prefix_cache_pin_blocks=pin_budget,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=model.eos_token_ids,
         version=__version__,

@@ -17,8 +17,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
+from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.errors import EngineDead
 from reprise_engine.messages import (
@@ -26,8 +29,10 @@ from reprise_engine.messages import (
     Abort,
     Died,
     FromEngine,
+    InspectPrefixCache,
     LoadProgress,
     Outputs,
+    PrefixCacheInspected,
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
@@ -37,6 +42,8 @@ from reprise_engine.messages import (
     StartupFailed,
     Submit,
     ToEngine,
+    Unpin,
+    Unpinned,
 )
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
@@ -65,8 +72,8 @@ class EngineClient:
         self._on_progress = on_progress
         self._on_stats = on_stats
         self._inboxes: dict[RequestId, Inbox] = {}
-        self._resets: dict[int, asyncio.Future[PrefixCacheReset]] = {}
-        self._reset_token = 0
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._question = 0
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._ready: asyncio.Future[ResolvedConfig] = self._loop.create_future()
         self._ended: asyncio.Future[EngineDead] = self._loop.create_future()
@@ -173,13 +180,28 @@ class EngineClient:
             if not finished:
                 self._outbox.put(Abort((request.request_id,)))
 
-    async def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Forget all cached blocks. Raises EngineDead."""
+    async def reset_prefix_cache(self, *, include_pins: bool = False) -> PrefixCacheReset:
+        """Forget all cached blocks; pinned ones only with `include_pins`. Raises EngineDead."""
+        answer: PrefixCacheReset = await self._ask(partial(ResetPrefixCache, include_pins=include_pins))
+        return answer
+
+    async def unpin(self, name: str) -> bool:
+        """False where there is no such pin. Raises EngineDead."""
+        answer: Unpinned = await self._ask(partial(Unpin, name=name))
+        return answer.found
+
+    async def inspect_prefix_cache(self) -> PrefixCacheReport:
+        """What is in the prefix cache, and why the last requests missed it. Raises EngineDead."""
+        answer: PrefixCacheInspected = await self._ask(InspectPrefixCache)
+        return answer.report
+
+    async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
+        """Sends `question(token)` and returns the answer that bears the token. Raises EngineDead."""
         self._check_alive()
-        self._reset_token += 1
-        future: asyncio.Future[PrefixCacheReset] = self._loop.create_future()
-        self._resets[self._reset_token] = future
-        self._outbox.put(ResetPrefixCache(self._reset_token))
+        self._question += 1
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._questions[self._question] = future
+        self._outbox.put(question(self._question))
         return await future
 
     def _check_alive(self) -> None:
@@ -228,8 +250,8 @@ class EngineClient:
                     inbox = self._inboxes.get(output.request_id)
                     if inbox is not None:  # None: aborted while the output was under way
                         inbox.put_nowait(output)
-            case PrefixCacheReset(token=token):
-                future = self._resets.pop(token, None)
+            case PrefixCacheReset(token=token) | PrefixCacheInspected(token=token) | Unpinned(token=token):
+                future = self._questions.pop(token, None)
                 if future is not None and not future.done():
                     future.set_result(message)
             case LoadProgress():
@@ -253,10 +275,10 @@ class EngineClient:
             self._ready.exception()  # it may be that nobody awaits it
         for inbox in self._inboxes.values():
             inbox.put_nowait(error)
-        for future in self._resets.values():
+        for future in self._questions.values():
             if not future.done():
                 future.set_exception(error)
-        self._resets.clear()
+        self._questions.clear()
 
     def _cause(self, code: int) -> str:
         if self._closing:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.errors import RequestError
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
@@ -61,6 +62,14 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
-    def reset_prefix_cache(self) -> tuple[bool, int]:
+    def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
         """Returns (success, freed blocks); see `Scheduler.reset_prefix_cache`."""
-        return self._scheduler.reset_prefix_cache()
+        return self._scheduler.reset_prefix_cache(include_pins=include_pins)
+
+    def unpin(self, name: str) -> bool:
+        """See `Scheduler.unpin`."""
+        return self._scheduler.unpin(name)
+
+    def inspect_prefix_cache(self) -> PrefixCacheReport:
+        """See `Scheduler.inspect_prefix_cache`."""
+        return self._scheduler.inspect_prefix_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from reprise_engine.cache_report import MissReason, PrefixCacheReport
 from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
@@ -36,6 +37,22 @@ class ResetPrefixCache:
     """Answered by a PrefixCacheReset with the same token."""
 
     token: int
+    include_pins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Answered by an Unpinned with the same token."""
+
+    token: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class InspectPrefixCache:
+    """Answered by a PrefixCacheInspected with the same token."""
+
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +60,7 @@ class Shutdown:
     pass
 
 
-ToEngine = Start | Submit | Abort | ResetPrefixCache | Shutdown
+ToEngine = Start | Submit | Abort | ResetPrefixCache | InspectPrefixCache | Unpin | Shutdown
 
 # --- engine process → API process
 
@@ -76,12 +93,15 @@ class SchedulerStats:
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
-    """Share of blocks referenced by requests, 0 to 1; cached but unreferenced blocks count as free."""
+    """Share of blocks referenced by requests or pins, 0 to 1; cached but unreferenced blocks count as free."""
     num_cached_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_misses: tuple[int, ...] = (0,) * len(MissReason)
+    """Requests whose match ended before the end of the prompt, by reason, in the order of MissReason."""
     num_preemptions: int = 0
     num_evicted_blocks: int = 0
+    num_pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,20 @@ class PrefixCacheReset:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpinned:
+    """`found` is False where there was no such pin."""
+
+    token: int
+    found: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheInspected:
+    token: int
+    report: PrefixCacheReport
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The engine process hit an error it cannot go on from; the pipe closes after this."""
 
@@ -107,4 +141,4 @@ class Died:
     details: str = field(default="")
 
 
-FromEngine = LoadProgress | Ready | StartupFailed | Outputs | PrefixCacheReset | Died
+FromEngine = LoadProgress | Ready | StartupFailed | Outputs | PrefixCacheReset | PrefixCacheInspected | Unpinned | Died

@@ -25,8 +25,10 @@ from reprise_engine.messages import (
     Abort,
     Died,
     FromEngine,
+    InspectPrefixCache,
     LoadProgress,
     Outputs,
+    PrefixCacheInspected,
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
@@ -36,6 +38,8 @@ from reprise_engine.messages import (
     StartupFailed,
     Submit,
     ToEngine,
+    Unpin,
+    Unpinned,
 )
 from reprise_engine.request import RequestOutput
 
@@ -77,9 +81,13 @@ class EngineLoop:
             case Abort(request_ids=request_ids):
                 # The client that aborts has stopped listening: it needs no last output.
                 self._core.abort(request_ids)
-            case ResetPrefixCache(token=token):
-                success, freed = self._core.reset_prefix_cache()
+            case ResetPrefixCache(token=token, include_pins=include_pins):
+                success, freed = self._core.reset_prefix_cache(include_pins=include_pins)
                 self._connection.send(PrefixCacheReset(token=token, success=success, freed_blocks=freed))
+            case InspectPrefixCache(token=token):
+                self._connection.send(PrefixCacheInspected(token=token, report=self._core.inspect_prefix_cache()))
+            case Unpin(token=token, name=name):
+                self._connection.send(Unpinned(token=token, found=self._core.unpin(name)))
             case Start() | Shutdown():
                 pass
         return ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from reprise_engine.cache_report import CacheExplanation, PinnedPrefix
 from reprise_engine.errors import RequestError
 
 RequestId = NewType("RequestId", str)
@@ -97,6 +98,10 @@ class EngineRequest:
     sampling: SamplingParams
     eos_token_ids: tuple[TokenId, ...] = ()
     cache_salt: str | None = None
+    explain_cache: bool = False
+    """Whether its outputs say what the prefix cache had of the prompt, and why not more."""
+    pin: str | None = None
+    """Pins what it computed, under this name, when it ends by itself: `RequestOutput.pinned` says how much."""
     priority: int = 0
     arrival_time: float
 
@@ -137,6 +142,10 @@ class RequestOutput:
     stop_token_id: TokenId | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_explanation: CacheExplanation | None = None
+    """With `explain_cache`, once the request was admitted."""
+    pinned: PinnedPrefix | None = None
+    """With `pin`, at its end."""
     times: RequestTimes | None = None
     error: Exception | None = None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from reprise_engine.kv.manager import SequenceBlocks
+from reprise_engine.cache_report import CacheExplanation
+from reprise_engine.kv.sequence import SequenceBlocks
 from reprise_engine.request import RequestId, SamplingParams, TokenId
 
 Rank = tuple[int, float, int]
@@ -26,15 +27,23 @@ class RequestState:
     tokens: list[TokenId]
     """All known tokens: prompt, then output."""
     blocks: SequenceBlocks
+    pin: str | None = None
     computed: int = 0
-    cached_tokens: int | None = None
-    """Of the first admission; None before it."""
+    explanation: CacheExplanation | None = None
+    """What the cache had of the prompt at the first admission; None before it."""
+    explain_cache: bool = False
+    """Whether the client asked for it."""
     aborted: bool = False
     """Aborted while its step runs: dropped at the commit."""
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the first admission; 0 before it."""
+        return 0 if self.explanation is None else self.explanation.cached_tokens
 
     @property
     def output_length(self) -> int:

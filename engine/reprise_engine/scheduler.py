@@ -15,10 +15,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
+from reprise_engine.cache_accounting import CacheAccounting
+from reprise_engine.cache_report import MissReason, PinnedPrefix, PrefixCacheReport
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
-from reprise_engine.kv.hashing import MAX_TOKEN_ID
-from reprise_engine.kv.manager import KVCacheManager, Match, NextBlock
+from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
+from reprise_engine.kv.manager import KVCacheManager
+from reprise_engine.kv.sequence import NextBlock
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import (
     EngineRequest,
@@ -30,45 +33,8 @@ from reprise_engine.request import (
     TokenLogprobs,
 )
 from reprise_engine.request_state import Rank, RequestState, rank_of, remove
-from reprise_engine.step import BlockCopy, ScheduledRequest, Step, StepResult
-
-
-class _StepBuilder:
-    """Collects a step within its token budget."""
-
-    def __init__(self, budget: int) -> None:
-        self.left = budget
-        self.parts: list[ScheduledRequest] = []
-        self.copies: list[BlockCopy] = []
-
-    def take(self, state: RequestState, now: float) -> None:
-        """Schedules as many pending tokens of `state` as the budget still allows; none is fine."""
-        count = min(len(state.tokens) - state.computed, self.left)
-        if not count:
-            return
-        self.left -= count
-        if state.first_scheduled is None:
-            state.first_scheduled = now
-        tokens, start, sampling = state.tokens, state.computed, state.sampling
-        samples = start + count == len(tokens)
-        history = tuple(tokens) if samples and sampling.needs_history else None
-        forbidden: tuple[TokenId, ...] = ()
-        if sampling.min_tokens and not state.may_stop:
-            forbidden = tuple(sorted(state.eos_token_ids.union(sampling.stop_token_ids)))
-        self.parts.append(
-            ScheduledRequest(
-                request_id=state.request_id,
-                token_ids=tuple(tokens[start : start + count]),
-                start=start,
-                block_table=state.blocks.table,
-                samples=samples,
-                sampling=sampling,
-                forbidden_token_ids=forbidden,
-                history=history,
-                prompt_length=state.prompt_length,
-                output_index=len(tokens) - state.prompt_length,
-            )
-        )
+from reprise_engine.step import Step, StepResult
+from reprise_engine.step_builder import StepBuilder
 
 
 class Scheduler:
@@ -85,6 +51,8 @@ class Scheduler:
         block_size: int,
         enable_prefix_caching: bool,
         max_model_len: int,
+        hasher: BlockHasher = sha256_block_hash,
+        pin_budget: int = 0,
     ) -> None:
         budget = config.batched_tokens(max_model_len=max_model_len)
         if not config.enable_chunked_prefill and budget < max_model_len:
@@ -93,7 +61,11 @@ class Scheduler:
                 f"computed in one step, so it must be at least max_model_len ({max_model_len})."
             )
         self.kv = KVCacheManager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            hasher=hasher,
+            pin_budget=pin_budget,
         )
         self._budget = budget
         self._chunked = config.enable_chunked_prefill
@@ -106,8 +78,7 @@ class Scheduler:
         self._added = 0
         self._steps = 0
         self._in_flight: Step | None = None
-        self._queries = 0
-        self._hits = 0
+        self._books = CacheAccounting(self.kv)
         self._preemptions = 0
 
     # --- requests come and go
@@ -137,6 +108,8 @@ class Scheduler:
             max_tokens=max_tokens,
             tokens=list(prompt),
             blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=sampling.skip_reading_prefix_cache),
+            pin=request.pin,
+            explain_cache=request.explain_cache,
             arrival=request.arrival_time,
         )
         self._states[request.request_id] = state
@@ -171,18 +144,44 @@ class Scheduler:
             num_waiting=len(self._waiting),
             kv_cache_usage=self.kv.usage,
             num_cached_blocks=len(self.kv.index),
-            prefix_cache_queries=self._queries,
-            prefix_cache_hits=self._hits,
+            prefix_cache_queries=self._books.queries,
+            prefix_cache_hits=self._books.hits,
+            prefix_cache_misses=self._books.misses,
             num_preemptions=self._preemptions,
             num_evicted_blocks=self.kv.num_evicted_blocks,
+            num_pinned_blocks=self.kv.pins.num_blocks,
         )
 
-    def reset_prefix_cache(self) -> tuple[bool, int]:
-        """Forgets all cached blocks that no request uses.
+    def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
+        """Forgets all cached blocks that no request uses; pinned ones only with `include_pins`.
 
         Returns (success, freed blocks); success is False where requests hold blocks, which then stay cached.
         """
-        return self.kv.reset()
+        return self.kv.reset(include_pins=include_pins)
+
+    def unpin(self, name: str) -> bool:
+        """What the pin held stays cached, as anything else does. False where there is no such pin."""
+        return self.kv.pins.unpin(name)
+
+    def inspect_prefix_cache(self) -> PrefixCacheReport:
+        """What is in the cache, and what the last requests found in it. O(blocks): for people, not for every step."""
+        kv, books = self.kv, self._books
+        return PrefixCacheReport(
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
+            active_blocks=kv.pool.num_active,
+            cached_blocks=len(kv.index),
+            unfinished_blocks=kv.index.num_tails,
+            pinned_blocks=kv.pins.num_blocks,
+            pin_budget_blocks=kv.pins.budget,
+            pins=kv.pins.report(),
+            salts=kv.index.num_roots,
+            evicted_blocks=kv.num_evicted_blocks,
+            query_tokens=books.queries,
+            hit_tokens=books.hits,
+            misses=tuple(zip(MissReason, books.misses, strict=True)),
+            recent=tuple(books.recent),
+        )
 
     def check_invariants(self) -> None:
         """Raises AssertionError where requests, page tables, pool and index contradict each other. For tests."""
@@ -207,7 +206,7 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step_id} is not committed yet")
         self._make_room()
-        builder = _StepBuilder(self._budget)
+        builder = StepBuilder(self._budget)
         decoding = [state for state in self._running if state.pending == 1]
         if self._chunked:
             prefilling = [state for state in self._running if state.pending > 1]
@@ -273,7 +272,7 @@ class Scheduler:
                 if last is state:
                     break
 
-    def _admit(self, builder: _StepBuilder, now: float, *, before: Rank | None = None) -> None:
+    def _admit(self, builder: StepBuilder, now: float, *, before: Rank | None = None) -> None:
         """Moves waiting requests to the running ones, in rank order, while tokens, seats and blocks suffice.
 
         `before` leaves out those that do not come before this rank.
@@ -298,26 +297,17 @@ class Scheduler:
                 # One that goes before it is computing just this block: when that is committed, it is a hit.
                 skipped += 1
                 continue
-            if not self._chunked and len(state.tokens) - match.num_tokens > builder.left:
+            fitting = self.kv.fitting(match, len(state.tokens))
+            if fitting is None or (not self._chunked and len(state.tokens) - fitting.num_tokens > builder.left):
                 return
-            copies = self.kv.admit(state.blocks, match, len(state.tokens))
-            if copies is None:
-                return
+            copies = self.kv.admit(state.blocks, fitting, len(state.tokens))
+            assert copies is not None, "a match that fits was refused"
             del waiting[skipped]
             insort(self._running, state, key=rank_of)
             builder.copies += copies
-            state.computed = match.num_tokens
-            self._account(state, match)
+            state.computed = fitting.num_tokens
+            self._books.admitted(state, match, fitting)
             builder.take(state, now)
-
-    def _account(self, state: RequestState, match: Match) -> None:
-        """Counts a request's hits once, at its first admission, whatever becomes of it later."""
-        if state.cached_tokens is not None:
-            return
-        state.cached_tokens = match.num_tokens
-        if state.blocks.reads_cache:
-            self._queries += state.prompt_length
-            self._hits += match.num_tokens
 
     def _append(self, state: RequestState, token: TokenId, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """Adds a sampled token, and ends the request where that was the last."""
@@ -331,18 +321,22 @@ class Scheduler:
             finish_reason = FinishReason.STOP
         elif state.output_length >= state.max_tokens:
             finish_reason = FinishReason.LENGTH
+        pinned = None
         if finish_reason is not None:
             self._drop(state)
+            if state.pin is not None:
+                pinned = self.kv.pin(state.pin, state.blocks, state.tokens[: state.computed])
         return self._output(
             state,
             new_token_ids=(token,),
             new_logprobs=() if logprobs is None else (logprobs,),
             finish_reason=finish_reason,
             stop_token_id=token if stops else None,
+            pinned=pinned,
         )
 
     def _preempt(self, state: RequestState) -> None:
-        self.kv.release(state.blocks)
+        self.kv.release(state.blocks, state.tokens, state.computed)
         state.computed = 0
         self._preemptions += 1
         remove(self._running, state)
@@ -350,7 +344,7 @@ class Scheduler:
 
     def _drop(self, state: RequestState) -> None:
         """Forgets a request; its blocks are free, or cached."""
-        self.kv.release(state.blocks)
+        self.kv.release(state.blocks, state.tokens, state.computed)
         del self._states[state.request_id]
         if not remove(self._running, state):
             remove(self._waiting, state)
@@ -388,6 +382,7 @@ class Scheduler:
         new_logprobs: tuple[TokenLogprobs, ...] = (),
         finish_reason: FinishReason | None,
         stop_token_id: TokenId | None = None,
+        pinned: PinnedPrefix | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             request_id=state.request_id,
@@ -396,7 +391,9 @@ class Scheduler:
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             prompt_tokens=state.prompt_length,
-            cached_tokens=state.cached_tokens or 0,
+            cached_tokens=state.cached_tokens,
+            cache_explanation=state.explanation if state.explain_cache else None,
+            pinned=pinned,
             times=RequestTimes(
                 arrival=state.arrival,
                 first_scheduled=state.first_scheduled,

@@ -110,6 +110,7 @@ class World:
         max_num_batched_tokens: int = 64,
         enable_chunked_prefill: bool = True,
         max_model_len: int = 64,
+        pin_budget: int = 0,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -123,6 +124,7 @@ class World:
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             max_model_len=max_model_len,
+            pin_budget=pin_budget,
         )
         self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size)
         self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now)
@@ -140,12 +142,14 @@ class World:
         priority: int = 0,
         eos: Sequence[TokenId] = (),
         sampling: SamplingParams | None = None,
+        pin: str | None = None,
     ) -> RequestId:
         request = EngineRequest(
             request_id=RequestId(f"r{next(self._ids)}"),
             prompt_token_ids=tuple(prompt),
             sampling=sampling or SamplingParams(max_tokens=max_tokens),
             cache_salt=salt,
+            pin=pin,
             priority=priority,
             eos_token_ids=tuple(eos),
             arrival_time=self.now,

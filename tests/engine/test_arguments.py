@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def test_every_flag_reaches_its_field() -> None:
         *("--kv-cache-memory-bytes", "1.5G", "--max-num-seqs", "3", "--max-num-batched-tokens", "4K"),
         *("--enable-chunked-prefill", "--api-key", "k1", "k2", "--chat-template", "c", "--generation-config", "vllm"),
         *("--override-generation-config", '{"temperature": 0.5}', "--enable-force-include-usage"),
-        *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256"),
+        *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256_cbor"),
+        *("--prefix-cache-pin-budget", "12", "--warmup-prompts", "w.jsonl", "--warmup-timeout", "7"),
         *("--enable-prompt-tokens-details", "--tensor-parallel-size", "1"),
     )
     model, cache, scheduler = made.engine.model, made.engine.cache, made.engine.scheduler
@@ -51,6 +53,8 @@ def test_every_flag_reaches_its_field() -> None:
     )
     assert (cache.enable_prefix_caching, cache.block_size, cache.gpu_memory_utilization) == (False, 32, 0.5)
     assert (cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes) == (9, 1.5 * 2**30)
+    assert (cache.prefix_caching_hash_algo, cache.prefix_cache_pin_budget) == ("sha256_cbor", 12)
+    assert (made.warmup_prompts, made.warmup_timeout) == (Path("w.jsonl"), 7.0)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 4096)
     assert (made.served_names, made.host, made.port, made.engine.device) == (("a", "b"), "::1", 9, "cpu")
     assert (made.api_keys, made.chat_template, made.generation_config) == (("k1", "k2"), "c", "vllm")
@@ -68,6 +72,12 @@ def test_the_module_of_vllms_name_takes_the_same_flags() -> None:
     parsed = build_api_server_parser().parse_args(["--model=facebook/opt-125m", "--no-enable-prefix-caching"])
     made = server_options(parsed, {})
     assert (made.engine.model.model, made.engine.cache.enable_prefix_caching) == ("facebook/opt-125m", False)
+
+
+@pytest.mark.parametrize(("text", "budget"), [("0.5", 0.5), ("25%", 0.25), ("1.0", 1.0), ("1", 1), ("400", 400)])
+def test_a_pin_budget_is_a_share_or_a_number_of_blocks(text: str, budget: float | int) -> None:
+    found = options("m", "--prefix-cache-pin-budget", text).engine.cache.prefix_cache_pin_budget
+    assert (found, type(found)) == (budget, type(budget))
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ def test_batched_cold_and_warm(name: str, caching: bool, budget: int) -> None:
         assert cold_hits == 0
         return
     assert engine.generate(prompts_of(name)) == expected_tokens(name), "warm"
-    # Whole blocks, and of a prompt that is nothing else all but the last token.
-    known = sum(min(len(prompt) // BLOCK_SIZE * BLOCK_SIZE, len(prompt) - 1) for prompt in prompts_of(name))
+    # To the token: of every prompt all but the last one, wherever in a block that is.
+    known = sum(len(prompt) - 1 for prompt in prompts_of(name))
     assert engine.core.stats().prefix_cache_hits - cold_hits == known
 
 
@@ -204,10 +204,26 @@ def test_generated_tokens_are_cached_too_and_serve_the_next_turn(name: str) -> N
     turn = (*prompt, *answer, *prompts_of(name)[3][:9])
     before = engine.core.stats().prefix_cache_hits
     warm = engine.generate((turn,))
-    # The last generated token was never computed, so its block may be missing.
-    known = (len(prompt) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    # To the token; the last generated one was never computed.
+    known = len(prompt) + len(answer) - 1
     assert engine.core.stats().prefix_cache_hits - before == known
     assert warm == Engine.make(name, caching=False).generate((turn,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("budget", [2048, 5], ids=["whole", "chunks"])
+def test_a_prompt_that_goes_another_way_inside_a_block_reuses_what_is_common(name: str, budget: int) -> None:
+    engine = Engine.make(name, budget=budget)
+    base = prompts_of(name)[2]
+    cuts = [1, 7, BLOCK_SIZE - 1, BLOCK_SIZE + 1, len(base) - 2]
+    forks = tuple((*base[:cut], base[cut] + 1, *base[cut + 2 :]) for cut in cuts)
+    engine.generate((base,))
+    for cut, fork in zip(cuts, forks, strict=True):
+        before = engine.core.stats().prefix_cache_hits
+        assert engine.generate((fork,)) == Engine.make(name, caching=False).generate((fork,)), f"fork at {cut}"
+        assert engine.core.stats().prefix_cache_hits - before == cut
+    # And what was copied from is unharmed.
+    assert engine.generate((base,)) == Engine.make(name, caching=False).generate((base,))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from reprise_engine.kv.block_pool import BlockState
 from reprise_engine.kv.hashing import ExtraKeys, TokenBytes
-from reprise_engine.kv.manager import KVCacheManager, SequenceBlocks
+from reprise_engine.kv.manager import KVCacheManager
+from reprise_engine.kv.sequence import SequenceBlocks
 from reprise_engine.step import BlockCopy, BlockHash, BlockId
 
 PROMPT = list(range(8))  # two blocks of four
@@ -119,3 +121,60 @@ def test_usage_is_the_share_of_referenced_blocks() -> None:
     assert kv.usage == 3 / 8
     kv.release(second)
     assert kv.usage == 0.0
+
+
+# --- inside a block
+
+
+def test_a_copy_that_has_no_room_is_given_up_and_the_sequence_is_not() -> None:
+    kv = manager(num_blocks=2)
+    kv.release(compute(kv, PROMPT))
+    sequence = kv.sequence()
+    match = kv.lookup(sequence, PROMPT)
+    assert (match.num_tokens, match.source_tokens) == (7, 3)
+    fitting = kv.fitting(match, len(PROMPT))
+    assert fitting is not None
+    assert (fitting.num_tokens, fitting.source) == (4, None)
+    assert kv.admit(sequence, fitting, len(PROMPT)) == ()
+    kv.check_invariants([sequence])
+    assert kv.fitting(match, 9) is None
+
+
+def test_an_unfinished_block_is_found_after_its_sequence_ended() -> None:
+    kv = manager()
+    sequence = compute(kv, PROMPT[:6])
+    assert kv.lookup(kv.sequence(), PROMPT).num_tokens == 4
+    kv.release(sequence, PROMPT[:6], 6)
+    kv.check_invariants([])
+    match = kv.lookup(kv.sequence(), PROMPT)
+    assert (match.num_tokens, match.source_tokens) == (6, 2)
+    assert kv.lookup(kv.sequence(), PROMPT[:6]).num_tokens == 5  # one is always left to compute
+    assert kv.lookup(kv.sequence(), [*PROMPT[:5], 9, 9]).num_tokens == 5
+    assert kv.lookup(kv.sequence(cache_salt="other"), PROMPT).num_tokens == 0
+
+
+def test_of_a_copy_that_was_never_committed_nothing_is_kept() -> None:
+    kv = manager()
+    kv.release(compute(kv, [1, 2, 3]), [1, 2, 3], 3)
+    sequence, copies = admit(kv, [1, 2, 3, 9])
+    assert copies is not None
+    assert len(copies) == 1
+    kv.release(sequence, [1, 2, 3, 9], 3)
+    kv.check_invariants([])
+    assert len(kv.index) == 1
+
+
+def test_a_tail_may_be_superseded_while_it_is_copied() -> None:
+    kv = manager()
+    kv.release(compute(kv, [1, 2]), [1, 2], 2)
+    first, copies = admit(kv, [1, 2, 3, 4])
+    second, more = admit(kv, [1, 2, 5, 6])
+    assert copies is not None
+    assert more is not None
+    assert copies[0].source == more[0].source
+    kv.commit(first, [1, 2, 3, 4], 4)
+    kv.check_invariants([first, second])
+    kv.commit(second, [1, 2, 5, 6], 4)
+    kv.check_invariants([first, second])
+    assert len(kv.index) == 2
+    assert kv.pool.state(copies[0].source) is BlockState.FREE

@@ -87,7 +87,7 @@ def test_fault_4_shared_blocks_count_once() -> None:
     world.drain()
     world.scheduler.check_invariants()  # the idle self-check
     assert pool.num_available == 16
-    assert len(pool.eviction_order()) == world.scheduler.stats().num_cached_blocks == 3
+    assert len(pool.eviction_order()) == world.scheduler.stats().num_cached_blocks == 3 + 4
     for request_id in requests:
         world.check_finished(request_id)
 

@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from reprise_engine import __version__
 from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.errors import ModelNotFound, UnsupportedModel
+from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.loop import EngineCore
 from reprise_engine.messages import LoadProgress
 from reprise_engine.request import RequestId, TokenId, TokenLogprobs
@@ -92,24 +93,29 @@ def build(
     config: EngineConfig, *, progress: Progress, seconds: float = 0.0, num_blocks: int = NUM_BLOCKS
 ) -> tuple[EngineCore, ResolvedConfig]:
     progress(LoadProgress("Counting", 0.5))
+    pin_budget = pin_budget_blocks(
+        config.cache.prefix_cache_pin_budget, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
+    )
     scheduler = Scheduler(
         config.scheduler,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_model_len=MAX_MODEL_LEN,
+        pin_budget=pin_budget,
     )
     resolved = ResolvedConfig(
         block_size=BLOCK_SIZE,
         num_gpu_blocks=num_blocks,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=config.scheduler.batched_tokens(max_model_len=MAX_MODEL_LEN),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         device="cpu",
         dtype="float32",
+        prefix_cache_pin_blocks=pin_budget,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS_ID,),
         version=__version__,

@@ -11,22 +11,29 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from pathlib import Path
+from typing import Any, NoReturn, cast, get_args
 
 from reprise_engine.config import (
     DEFAULT_BATCHED_TOKENS,
     DEFAULT_MEMORY_UTILIZATION,
+    DEFAULT_PIN_BUDGET,
     CacheConfig,
     EngineConfig,
+    HashAlgorithm,
     ModelConfig,
     SchedulerConfig,
 )
 from reprise_engine.errors import ConfigError
+from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.version import __version__
 
 API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
 """A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""
+
+ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
+MIN_SECRET_LENGTH = 16
 
 _NOT_SUPPORTED = {
     "enable-auto-tool-choice": "tool calling is not supported yet",
@@ -124,6 +131,16 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _share_or_blocks(text: str) -> float | int:
+    """0.25 and 25% are shares, 25 is a number of blocks. CacheConfig checks the range."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 0.25 or 25% nor a number") from None
+
+
 def _json_object(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
@@ -173,7 +190,40 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     cache.add_argument("--num-gpu-blocks-override", type=int, default=None, metavar="BLOCKS")
     cache.add_argument("--kv-cache-memory-bytes", type=number_with_suffix, default=None, metavar="BYTES")
-    cache.add_argument("--prefix-caching-hash-algo", choices=["sha256"], default="sha256", help="(sha256)")
+    cache.add_argument(
+        "--prefix-caching-hash-algo",
+        choices=get_args(HashAlgorithm),
+        default="sha256",
+        help="names of blocks (sha256); *_cbor are vLLM's, seeded by PYTHONHASHSEED (0)",
+    )
+    cache.add_argument(
+        "--prefix-cache-pin-budget",
+        type=_share_or_blocks,
+        default=DEFAULT_PIN_BUDGET,
+        metavar="SHARE|BLOCKS",
+        help=f"what may be pinned: a share such as 0.25 or 25%%, or a number of blocks ({DEFAULT_PIN_BUDGET}); one "
+        "sequence of --max-model-len always fits beside it",
+    )
+    cache.add_argument(
+        "--prefix-cache-isolation",
+        choices=get_args(IsolationMode),
+        default="none",
+        help="per-key: API keys share no prefixes, besides what cache_salt keeps apart (none)",
+    )
+    cache.add_argument(
+        "--prefix-cache-isolation-secret",
+        metavar="SECRET",
+        help=f"of per-key, where replicas must agree (drawn at start); better in the environment: {ISOLATION_VARIABLE}",
+    )
+    cache.add_argument(
+        "--warmup-prompts",
+        type=Path,
+        metavar="FILE",
+        help="computed and pinned before readiness: a prompt a line; *.jsonl: an object a line with prompt or messages",
+    )
+    cache.add_argument(
+        "--warmup-timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for all of them; failure is logged"
+    )
 
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, default=SchedulerConfig().max_num_seqs)
@@ -238,6 +288,12 @@ def build_api_server_parser() -> ArgumentParser:
 
 def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServerOptions:
     """What the flags mean together. Raises ConfigError for values that cannot be honoured."""
+    api_keys = _api_keys(parsed, environment)
+    isolation: IsolationMode = parsed.prefix_cache_isolation
+    if isolation == "per-key" and not api_keys:
+        raise ConfigError(
+            f"--prefix-cache-isolation is per-key, but there are no API keys; set {API_KEY_VARIABLES[0]} or --api-key."
+        )
     return ServerOptions(
         engine=EngineConfig(
             model=ModelConfig(
@@ -255,6 +311,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
                 num_gpu_blocks_override=parsed.num_gpu_blocks_override,
                 kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
                 prefix_caching_hash_algo=parsed.prefix_caching_hash_algo,
+                prefix_cache_pin_budget=parsed.prefix_cache_pin_budget,
             ),
             scheduler=_scheduler(parsed),
             device=parsed.device,
@@ -262,12 +319,16 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
         host=parsed.host,
         port=parsed.port,
         served_names=tuple(parsed.served_model_name or ()),
-        api_keys=_api_keys(parsed, environment),
+        api_keys=api_keys,
         chat_template=parsed.chat_template,
         generation_config=parsed.generation_config,
         override_generation_config=parsed.override_generation_config,
         force_include_usage=parsed.enable_force_include_usage,
         shutdown_timeout=parsed.shutdown_timeout,
+        prefix_cache_isolation=isolation,
+        prefix_cache_isolation_secret=_isolation_secret(parsed, environment),
+        warmup_prompts=parsed.warmup_prompts,
+        warmup_timeout=parsed.warmup_timeout,
         log_level=parsed.log_level,
     )
 
@@ -299,6 +360,19 @@ def _scheduler(parsed: argparse.Namespace) -> SchedulerConfig:
         max_num_batched_tokens=tokens,
         enable_chunked_prefill=parsed.enable_chunked_prefill,
     )
+
+
+def _isolation_secret(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    secret: str | None = parsed.prefix_cache_isolation_secret
+    source = "--prefix-cache-isolation-secret"
+    if secret is None:
+        secret, source = environment.get(ISOLATION_VARIABLE), ISOLATION_VARIABLE
+    if secret is not None and len(secret.strip()) < MIN_SECRET_LENGTH:
+        raise ConfigError(
+            f"{source} has {len(secret.strip())} characters; it needs at least {MIN_SECRET_LENGTH}, or who knows one "
+            "key's salt could find the secret by trying. Or leave it out: one is drawn at each start."
+        )
+    return secret
 
 
 def _api_keys(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:

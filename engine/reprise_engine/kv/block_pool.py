@@ -9,6 +9,7 @@ State of a block:
       ▲                   │    │                  ▲ │
       └── release ────────┘    └── release ───────┘ └── allocate (evicts), drop_cached ──▶ …
         (not in the index)       (in the index)
+                                   forget: CACHED ──▶ FREE
 """
 
 from __future__ import annotations
@@ -108,6 +109,13 @@ class BlockPool:
     def mark_indexed(self, block: BlockId) -> None:
         """From now on the content of this ACTIVE block is in the prefix index."""
         self._indexed[block] = 1
+
+    def forget(self, block: BlockId) -> None:
+        """The content of `block` left the prefix index: it is free, or will be when its last reference goes."""
+        self._indexed[block] = 0
+        if not self._references[block]:
+            del self._cached[block]
+            self._free.append(block)
 
     def drop_cached(self) -> list[BlockId]:
         """Frees every CACHED block and returns them, leaves first."""

@@ -8,10 +8,16 @@ A sequence's blocks, as half-open intervals over `SequenceBlocks.blocks`:
 Lifecycle of a sequence:
     1. sequence()   nothing is allocated yet
     2. lookup()     what the index has of its tokens; changes nothing, may be repeated at no cost to the accounting
-    3. admit()      refers to the matched blocks and allocates all others that the known tokens need
+    3. fitting()    as much of the match as the pool has room for; admit() refers to its blocks and allocates all
+                    others that the known tokens need
     4. extend()     one block more, whenever generation reaches the end of the last one
     5. commit()     after each of its steps: blocks that the step filled enter the index
-    6. release()    finished, aborted or preempted: what is in the index stays there, unreferenced
+    6. release()    finished, aborted or preempted: what is in the index stays there, unreferenced, and so does the
+                    computed part of an unfinished block, as a tail
+
+Where a prompt goes another way inside a block, or ends or goes on where a tail does, the common part is used too: the
+whole block is copied into one of the sequence's own, which writes from the first slot that differs. So shared slots
+are never rewritten, and a copy is valid in every layout.
 
 A block enters the index only in commit(), so nobody can match what is not computed. Where two sequences computed the
 same block, commit() gives the second one the first one's block and frees the duplicate, after the page table has
@@ -21,55 +27,26 @@ changed. So a sequence refers to its whole chain in the index, and that is what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from reprise_engine.kv.block_pool import BlockPool, BlockState
-from reprise_engine.kv.hashing import BlockHasher, ExtraKeys, TokenBytes, encode_blocks, sha256_block_hash
+from reprise_engine.cache_report import MissReason, PinnedPrefix
+from reprise_engine.kv.block_pool import BlockPool
+from reprise_engine.kv.checks import check_books
+from reprise_engine.kv.hashing import (
+    TOKEN_BYTES,
+    BlockHasher,
+    encode_blocks,
+    encode_tokens,
+    sha256_block_hash,
+)
+from reprise_engine.kv.misses import EvictedBlocks, why_it_ended
+from reprise_engine.kv.pins import Pins
 from reprise_engine.kv.prefix_index import Node, PrefixIndex
+from reprise_engine.kv.sequence import NO_MATCH, Match, NextBlock, SequenceBlocks
 from reprise_engine.request import TokenId
 from reprise_engine.step import BlockCopy, BlockId
 
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the index holds of a sequence.
-
-    `shared` are whole blocks to refer to. `source`, where given, follows them: its first `source_tokens` tokens are
-    used as well, through a copy, since the sequence writes into the rest of that block.
-    """
-
-    shared: tuple[Node, ...] = ()
-    source: Node | None = None
-    source_tokens: int = 0
-    num_tokens: int = 0
-    """Tokens whose KV need not be computed: the shared blocks' and `source_tokens`."""
-
-
-NO_MATCH = Match()
-
-NextBlock = tuple[Node | None, ExtraKeys, TokenBytes]
-"""A block that is not in the index yet, by its place there: (parent, extra keys, tokens)."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class SequenceBlocks:
-    """One sequence's page table and its place in the index. Written by the KVCacheManager alone."""
-
-    extra_keys: ExtraKeys
-    reads_cache: bool
-    """False: neither matches at admission, nor takes over another sequence's block later."""
-    blocks: list[BlockId] = field(default_factory=list)
-    keys: list[TokenBytes] = field(default_factory=list)
-    """The encoded tokens of its first full blocks, as far as they were needed."""
-    indexed: int = 0
-    tip: Node | None = None
-    """The node of block `indexed - 1`."""
-    indexing: bool = True
-    """False once a block of its own stays a duplicate: what follows cannot be entered below it."""
-    copy_source: BlockId | None = None
-    """Referenced until the step that copies it is committed."""
-    table: tuple[BlockId, ...] = ()
-    """`blocks`, frozen for Steps; made anew only where `blocks` changes."""
+_MOST_EVICTED = 16_384
+"""Evicted blocks that are remembered, to tell "evicted" from "never seen": some megabytes."""
 
 
 class KVCacheManager:
@@ -82,11 +59,14 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         hasher: BlockHasher = sha256_block_hash,
+        pin_budget: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evicted_blocks = 0
+        self._evicted = EvictedBlocks(min(4 * num_blocks, _MOST_EVICTED))
         self.pool = BlockPool(num_blocks)
+        self.pins = Pins(self.pool, budget=pin_budget)
         self.index = PrefixIndex(hasher)
 
     @property
@@ -95,7 +75,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are referenced, 0 to 1."""
+        """Share of blocks that are referenced, by sequences or by pins, 0 to 1."""
         return self.pool.num_active / self.pool.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -109,22 +89,55 @@ class KVCacheManager:
     def lookup(self, sequence: SequenceBlocks, tokens: Sequence[TokenId]) -> Match:
         """The longest computed prefix of `tokens` (all that are known), at most len(tokens) - 1 long.
 
-        One token at least is always left to compute, since the next one is sampled from its logits. When all tokens
-        are cached, the last block becomes the `source` of a copy into which that one token is computed again.
+        One token at least is always left to compute, since the next one is sampled from its logits. So where all
+        tokens are cached, the last block is the `source` of a copy into which that one token is computed again.
         """
         if not sequence.reads_cache:
             return NO_MATCH
-        self._encode(sequence, tokens, len(tokens) // self.block_size)
-        path = self.index.match(sequence.extra_keys, sequence.keys)
-        num_tokens = len(path) * self.block_size
-        if num_tokens < len(tokens):
-            return Match(shared=tuple(path), num_tokens=num_tokens)
-        last = path.pop()
-        num_tokens -= 1
-        source_tokens = self.block_size - 1
-        if not source_tokens:  # blocks of one token: nothing of the last one is worth a copy
-            return Match(shared=tuple(path), num_tokens=num_tokens)
-        return Match(shared=tuple(path), source=last, source_tokens=source_tokens, num_tokens=num_tokens)
+        size, limit = self.block_size, len(tokens) - 1
+        self._encode(sequence, tokens, len(tokens) // size)
+        path = self.index.match(sequence.extra_keys, sequence.keys[: limit // size])
+        num_tokens = len(path) * size
+        rest = encode_tokens(tokens[num_tokens : min(num_tokens + size, limit)])
+        source, common = self.index.nearest(path[-1] if path else None, sequence.extra_keys, rest)
+        return Match(shared=tuple(path), source=source, source_tokens=common, num_tokens=num_tokens + common)
+
+    def why_no_more(
+        self, sequence: SequenceBlocks, tokens: Sequence[TokenId], match: Match, used: Match
+    ) -> MissReason | None:
+        """Why not all of `tokens` but the last was reused, `match` being what lookup found and `used` what fitted.
+
+        None where it was. To be asked before the sequence commits anything; changes nothing.
+        """
+        if not sequence.reads_cache:
+            return MissReason.CACHING_OFF
+        if used.num_tokens == len(tokens) - 1:
+            return None
+        if used is not match:
+            return MissReason.NO_ROOM
+        start = len(match.shared) * self.block_size
+        return why_it_ended(
+            self.index,
+            self._evicted,
+            extra_keys=sequence.extra_keys,
+            tip=match.shared[-1] if match.shared else None,
+            source=match.source,
+            source_tokens=match.source_tokens,
+            rest=encode_tokens(tokens[start : start + self.block_size]),
+            block_bytes=self.block_size * TOKEN_BYTES,
+        )
+
+    def fitting(self, match: Match, num_tokens: int) -> Match | None:
+        """`match`, without the copy where only that has no room; None where `num_tokens` tokens do not fit at all.
+
+        A copy needs its source and its target at once. Without it no sequence needs more blocks than its own, so one
+        that fits the pool is never kept out by what it would reuse.
+        """
+        if self._fits(match, num_tokens):
+            return match
+        if match.source is not None and self._fits(match := match.without_copy(), num_tokens):
+            return match
+        return None
 
     def admit(self, sequence: SequenceBlocks, match: Match, num_tokens: int) -> tuple[BlockCopy, ...] | None:
         """Refers to what matched and allocates the other blocks of the first `num_tokens` tokens.
@@ -135,10 +148,9 @@ class KVCacheManager:
         held = [node.block for node in match.shared]
         if match.source is not None:
             held.append(match.source.block)
-        own = self.blocks_for(num_tokens) - len(match.shared)
-        unreferenced = sum(1 for block in held if not self.pool.references(block))
-        if own > self.pool.num_available - unreferenced:
+        if not self._fits(match, num_tokens):
             return None
+        own = self.blocks_for(num_tokens) - len(match.shared)
         self.pool.acquire(held)
         blocks = self._allocate(own)
         copies: tuple[BlockCopy, ...] = ()
@@ -163,8 +175,10 @@ class KVCacheManager:
                 return None
             return sequence.tip, sequence.extra_keys, sequence.keys[sequence.indexed]
         matched = len(match.shared)
-        if not sequence.reads_cache or match.source is not None or matched >= len(sequence.keys):
+        if not sequence.reads_cache or matched >= len(sequence.keys):
             return None
+        if match.source is not None and match.source.tokens == sequence.keys[matched]:
+            return None  # it is in the index; only its last token is computed again
         return (match.shared[-1] if match.shared else None), sequence.extra_keys, sequence.keys[matched]
 
     def extend(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
@@ -187,11 +201,17 @@ class KVCacheManager:
             self.pool.release((sequence.copy_source,))
             sequence.copy_source = None
 
-    def release(self, sequence: SequenceBlocks) -> None:
-        """Gives up all blocks. The sequence is as new: it may be looked up and admitted again."""
+    def release(self, sequence: SequenceBlocks, tokens: Sequence[TokenId] = (), num_computed: int = 0) -> None:
+        """Gives up all blocks. The sequence is as new: it may be looked up and admitted again.
+
+        The KV of tokens[:num_computed] is in its blocks: what of it fills no whole block stays in the index as a tail.
+        """
         if sequence.copy_source is not None:
+            # Its step did not end: nobody knows whether the copy was made.
             self.pool.release((sequence.copy_source,))
             sequence.copy_source = None
+        elif sequence.indexing and num_computed > sequence.indexed * self.block_size:
+            self._index_tail(sequence, tokens, num_computed)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.table = ()
@@ -199,37 +219,51 @@ class KVCacheManager:
         sequence.tip = None
         sequence.indexing = self.enable_prefix_caching
 
-    def reset(self) -> tuple[bool, int]:
-        """Forgets every cached block that is not in use.
+    def pin(self, name: str, sequence: SequenceBlocks, tokens: Sequence[TokenId]) -> PinnedPrefix:
+        """Pins what the index has of `tokens` under the sequence's salt, as far as the budget goes."""
+        size = self.block_size
+        chain = self.index.match(sequence.extra_keys, encode_blocks(tokens, size))
+        rest = encode_tokens(tokens[len(chain) * size : (len(chain) + 1) * size])
+        node, common = self.index.nearest(chain[-1] if chain else None, sequence.extra_keys, rest)
+        if node is None:
+            return self.pins.pin(name, chain, last_tokens=size)
+        return self.pins.pin(name, [*chain, node], last_tokens=common)
 
-        Returns (success, freed): success is False where blocks are in use; these stay as they are.
+    def reset(self, *, include_pins: bool = False) -> tuple[bool, int]:
+        """Forgets every cached block that is neither in use nor, unless they are included, pinned.
+
+        Returns (success, freed): success is False where sequences use blocks; these stay as they are.
         """
+        if include_pins:
+            self.pins.unpin_all()
         dropped = self.pool.drop_cached()
-        for block in dropped:
-            self.index.remove(block)
-        return self.pool.num_active == 0, len(dropped)
+        self.index.remove_all(dropped)
+        self._evicted.clear()
+        only_pinned = sum(1 for block, count in self.pins.references() if self.pool.references(block) == count)
+        return self.pool.num_active == only_pinned, len(dropped)
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
         """Raises AssertionError where pool, index and page tables contradict each other. `sequences`: all there are."""
-        self.pool.check_invariants()
-        self.index.check_invariants()
-        expected = [0] * self.num_blocks
-        for sequence in sequences:
-            assert sequence.table == tuple(sequence.blocks), "a page table was not made anew"
-            assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence has a block twice"
-            for block in sequence.blocks:
-                expected[block] += 1
-            if sequence.copy_source is not None:
-                expected[sequence.copy_source] += 1
-            self._check_chain(sequence)
-        for i, count in enumerate(expected):
-            references = self.pool.references(BlockId(i))
-            assert references == count, f"block {i}: {references} references, but {count} sequences have it"
-        self._check_index()
+        check_books(sequences, pool=self.pool, index=self.index, pins=self.pins, block_size=self.block_size)
+
+    def _fits(self, match: Match, num_tokens: int) -> bool:
+        held = len(match.shared) + (match.source is not None)
+        free = self.pool.num_available - (self.blocks_for(num_tokens) - len(match.shared))
+        if free >= held or free < 0:
+            return free >= 0
+        # Blocks of the match that nobody refers to count as available, but cannot be allocated as well.
+        references = self.pool.references
+        unreferenced = sum(1 for node in match.shared if not references(node.block))
+        if match.source is not None and not references(match.source.block):
+            unreferenced += 1
+        return free >= unreferenced
 
     def _allocate(self, count: int) -> list[BlockId]:
         blocks, evicted = self.pool.allocate(count)
         for block in evicted:
+            node = self.index.node(block)
+            assert node is not None, f"block {block} is cached, yet not in the index"
+            self._evicted.add(node)
             self.index.remove(block)
         self.num_evicted_blocks += len(evicted)
         return blocks
@@ -250,6 +284,7 @@ class KVCacheManager:
             node = self.index.insert(sequence.tip, sequence.extra_keys, sequence.keys[i], own)
             if node.block == own:
                 self.pool.mark_indexed(own)
+                self._drop_superseded(node)
             elif sequence.reads_cache:
                 self.pool.acquire((node.block,))
                 blocks[i] = node.block
@@ -263,30 +298,18 @@ class KVCacheManager:
             sequence.table = tuple(blocks)
             self.pool.release(duplicates)
 
-    def _check_chain(self, sequence: SequenceBlocks) -> None:
-        tip = sequence.tip
-        for i in reversed(range(sequence.indexed)):
-            assert tip is not None, f"the chain of a sequence ends {i + 1} blocks too early"
-            assert tip.block == sequence.blocks[i], (
-                f"block {sequence.blocks[i]} is in the table, {tip.block} in the tree"
-            )
-            assert tip.tokens == sequence.keys[i], f"block {tip.block} holds other tokens than the sequence"
-            assert self.index.node(tip.block) is tip, f"block {tip.block} left the index while in use"
-            tip = tip.parent
-        assert tip is None, "the chain of a sequence does not start at the root"
-        for block in sequence.blocks[sequence.indexed :]:
-            assert self.index.node(block) is None, f"block {block} is written to, yet it is in the index"
-            assert self.pool.references(block) == 1, f"block {block} is written to, yet it is shared"
+    def _index_tail(self, sequence: SequenceBlocks, tokens: Sequence[TokenId], num_computed: int) -> None:
+        start = sequence.indexed * self.block_size
+        assert num_computed - start < self.block_size, "a full block was not committed"
+        block = sequence.blocks[sequence.indexed]
+        rest = encode_tokens(tokens[start:num_computed])
+        node = self.index.insert_tail(sequence.tip, sequence.extra_keys, rest, block)
+        if node is not None:
+            self.pool.mark_indexed(block)
+            self._drop_superseded(node)
 
-    def _check_index(self) -> None:
-        place = {block: i for i, block in enumerate(self.pool.eviction_order())}
-        for node in self.index:
-            assert self.pool.state(node.block) is not BlockState.FREE, f"block {node.block} is free, yet in the index"
-            if node.parent is not None and node.block in place:
-                parent = node.parent.block
-                assert place.get(parent, self.num_blocks) > place[node.block], f"block {parent} goes before its child"
-            if node.parent is not None and node.block not in place:
-                assert node.parent.block not in place, (
-                    f"block {node.parent.block} may be evicted before its child in use"
-                )
-        assert all(self.index.node(block) is not None for block in place), "a cached block is not in the index"
+    def _drop_superseded(self, node: Node) -> None:
+        tail = self.index.superseded(node)
+        if tail is not None and tail.block not in self.pins:
+            self.index.remove(tail.block)
+            self.pool.forget(tail.block)  # a copy of it under way keeps it to its end

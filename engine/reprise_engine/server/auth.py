@@ -18,15 +18,15 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = {key: key.encode() for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["path"] in OPEN_PATHS
-            or scope["method"] == "OPTIONS"
-            or self._allows(scope)
-        ):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        key = self._key(scope)
+        if key is not None:
+            scope.setdefault("state", {})["api_key"] = key
             await self._app(scope, receive, send)
             return
         body = error_body(
@@ -34,9 +34,10 @@ class ApiKeys:
         )
         await JSONResponse(body, status_code=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
-    def _allows(self, scope: Scope) -> bool:
+    def _key(self, scope: Scope) -> str | None:
+        """Which one the request bears."""
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, given = header.partition(b" ")
         # All keys are compared, so the time tells nothing about which one was nearly right.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        return kind.lower() == b"bearer" and any(matches)
+        matches = [key for key, encoded in self._keys.items() if hmac.compare_digest(given.strip(), encoded)]
+        return matches[0] if matches and kind.lower() == b"bearer" else None

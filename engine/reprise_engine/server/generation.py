@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.engine import EngineClient
 from reprise_engine.request import EngineRequest, FinishReason, RequestOutput
 from reprise_engine.server.metrics import Metrics
@@ -22,14 +23,20 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    explanations: tuple[CacheExplanation, ...] = ()
+    """One a prompt, where the request asked for them."""
 
     def as_json(self) -> dict[str, object]:
         # cached_tokens is always there: a client must be able to tell "none" from "not told".
+        details: dict[str, object] = {"cached_tokens": self.cached_tokens}
+        if self.explanations:
+            shown = [one.as_json() for one in self.explanations]
+            details["cache_explanation"] = shown[0] if len(shown) == 1 else shown
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": details,
         }
 
 
@@ -45,15 +52,18 @@ class Generation:
         *,
         index: int,
         choice: int = 0,
+        isolated: bool = False,
     ) -> None:
         self.request = request
         self.index = index
         self.counts_prompt = choice == 0
         """The choices of one prompt share it: it is counted once."""
         self.cached_tokens = 0
+        self.explanation: CacheExplanation | None = None
         self.completion_tokens = 0
         self._engine = engine
         self._metrics = metrics
+        self._isolated = isolated
         self._text = OutputText(decoder, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling)
         self._last_token: float | None = None
 
@@ -83,6 +93,9 @@ class Generation:
         at = times.last_token if times is not None and times.last_token is not None else time.monotonic()
         if self._last_token is None:
             self.cached_tokens = output.cached_tokens
+            self.explanation = output.cache_explanation
+            if self._isolated and self.explanation is not None:
+                self.explanation = self.explanation.without_other_salts()
             self._metrics.first_token(
                 prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens, times=times
             )
@@ -94,8 +107,10 @@ class Generation:
 class Generations:
     """All sequences of one HTTP request."""
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
+    def __init__(self, generations: Sequence[Generation], *, batch: str) -> None:
         self.generations = tuple(generations)
+        self.batch = batch
+        """Part of the response's id and of the sequences' ids in the engine: one can be found by the other."""
 
     def usage(self) -> Usage:
         """So far."""
@@ -104,6 +119,7 @@ class Generations:
             prompt_tokens=sum(len(generation.request.prompt_token_ids) for generation in counted),
             completion_tokens=sum(generation.completion_tokens for generation in self.generations),
             cached_tokens=sum(generation.cached_tokens for generation in counted),
+            explanations=tuple(one.explanation for one in counted if one.explanation is not None),
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[Generation, TextDelta], None]:

@@ -2,7 +2,7 @@
 
 1. bind the port, so that a taken one is told before a model is loaded;
 2. answer HTTP: /health is 503 while
-3. tokenizer and engine process load;
+3. tokenizer and engine process load, and the warm-up prompts are computed;
 4. serve, until a signal comes or the engine process dies;
 5. drain: no new requests, the running ones end; then stop the engine process.
 """
@@ -24,8 +24,10 @@ from reprise_engine.messages import LoadProgress
 from reprise_engine.server import logs
 from reprise_engine.server.app import create_app
 from reprise_engine.server.defaults import SamplingDefaults, load_defaults
+from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.options import ServerOptions
+from reprise_engine.server.pinning import warm_up
 from reprise_engine.server.state import Loaded, ServerState
 from reprise_engine.text import Tokenizer, load_tokenizer
 
@@ -119,6 +121,7 @@ async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop |
         served_names=names,
         metrics=Metrics(names[0]),
         force_include_usage=options.force_include_usage,
+        isolation=Isolation(options.prefix_cache_isolation, secret=options.prefix_cache_isolation_secret),
     )
     stop = stop or Stop()
     async with _http(state, options, listener) as http:
@@ -166,7 +169,7 @@ async def _http(state: ServerState, options: ServerOptions, listener: socket.soc
 
 async def _load(state: ServerState, options: ServerOptions, engine: EngineClient, stop: Stop) -> bool:
     """Tokenizer and engine side by side; the first error ends both. False when told to stop meanwhile."""
-    loading = asyncio.create_task(_load_both(options, engine))
+    loading = asyncio.create_task(_load_and_warm_up(state, options, engine))
     stopping = asyncio.create_task(stop.asked.wait())
     try:
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -182,6 +185,20 @@ async def _load(state: ServerState, options: ServerOptions, engine: EngineClient
     state.metrics.configured(state.loaded.resolved)
     state.metrics.engine_stats(engine.stats)
     return True
+
+
+async def _load_and_warm_up(state: ServerState, options: ServerOptions, engine: EngineClient) -> Loaded:
+    loaded = await _load_both(options, engine)
+    if options.warmup_prompts is not None:
+        _show(state, LoadProgress("Warming the prefix cache up"))
+        await warm_up(
+            loaded,
+            options.warmup_prompts,
+            seconds=options.warmup_timeout,
+            isolation=state.isolation,
+            api_keys=options.api_keys,
+        )
+    return loaded
 
 
 async def _load_both(options: ServerOptions, engine: EngineClient) -> Loaded:

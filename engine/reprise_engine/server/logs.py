@@ -44,7 +44,7 @@ def describe_start(config: EngineConfig, resolved: ResolvedConfig, *, url: str, 
         f"  model      {config.model.model}, {resolved.dtype} on {resolved.device}, "
         f"context {resolved.max_model_len} tokens",
         f"  KV cache   {resolved.num_gpu_blocks} blocks of {resolved.block_size} = {tokens} tokens, "
-        f"prefix caching {caching}",
+        f"prefix caching {caching}, up to {resolved.prefix_cache_pin_blocks} blocks pinned",
         f"  scheduler  up to {resolved.max_num_seqs} sequences, {resolved.max_num_batched_tokens} tokens a step, "
         f"chunked prefill {chunked}",
     ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 
+from reprise_engine.cache_report import MissReason
 from reprise_engine.config import ResolvedConfig
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import FinishReason, RequestTimes
@@ -62,13 +63,21 @@ class Metrics:
 
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
-        self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use by requests; 1 is all of it.")
+        self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use by requests and pins; 1 is all.")
         self._cached_blocks = self._gauge("reprise:prefix_cache_blocks", "Blocks held in the prefix index.")
+        self._pinned_blocks = self._gauge("reprise:prefix_cache_pinned_blocks", "Blocks that pins keep in the cache.")
 
         self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = self._counter("vllm:num_preemptions", "Preemptions by the scheduler.")
         self._evictions = self._counter("reprise:prefix_cache_evictions", "Cached blocks given to something else.")
+        misses = Counter(
+            "reprise:prefix_cache_misses",
+            "Requests of whose prompt not all was cached, by the reason why the match ended.",
+            (*LABELS, "reason"),
+            registry=self.registry,
+        )
+        self._misses = [misses.labels(*self._values, reason.value) for reason in MissReason]
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._prompt_cached = self._counter("vllm:prompt_tokens_cached", "Those of them that were cached.")
         self._generated = self._counter("vllm:generation_tokens", "Tokens generated.")
@@ -127,8 +136,11 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._usage.set(stats.kv_cache_usage)
         self._cached_blocks.set(stats.num_cached_blocks)
+        self._pinned_blocks.set(stats.num_pinned_blocks)
         self._queries.inc(stats.prefix_cache_queries - told.prefix_cache_queries)
         self._hits.inc(stats.prefix_cache_hits - told.prefix_cache_hits)
+        for counter, now, before in zip(self._misses, stats.prefix_cache_misses, told.prefix_cache_misses, strict=True):
+            counter.inc(now - before)
         self._preemptions.inc(stats.num_preemptions - told.num_preemptions)
         self._evictions.inc(stats.num_evicted_blocks - told.num_evicted_blocks)
 

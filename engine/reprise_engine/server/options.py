@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from reprise_engine.config import EngineConfig
 from reprise_engine.messages import DEFAULT_BUILDER
+from reprise_engine.server.isolation import IsolationMode
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -29,6 +31,13 @@ class ServerOptions:
     force_include_usage: bool = False
     shutdown_timeout: float = 100.0
     """Seconds that running requests get after SIGTERM; below the pod's grace period of 120 s."""
+    warmup_prompts: Path | None = None
+    """File of prompts that are computed and pinned before the server is ready."""
+    warmup_timeout: float = 300.0
+    """Seconds for all of them; what is not done then is left out."""
+    prefix_cache_isolation: IsolationMode = "none"
+    prefix_cache_isolation_secret: str | None = field(default=None, repr=False)
+    """Of "per-key"; None draws one."""
     log_level: LogLevel = "info"
     builder: str = DEFAULT_BUILDER
     """Function that builds the engine, `module:name`."""

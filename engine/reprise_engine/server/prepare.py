@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from fastapi import Request
+
 from reprise_engine.errors import ContextLengthExceeded, RequestError
 from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
 from reprise_engine.server.generation import Generation, Generations
-from reprise_engine.server.metrics import Metrics
+from reprise_engine.server.isolation import request_api_key
 from reprise_engine.server.protocol import ChatPrompt, GenerationBody
-from reprise_engine.server.state import Loaded
+from reprise_engine.server.state import Loaded, ServerState
 from reprise_engine.text import ChatTemplateError, Tokenizer
 
 _T = TypeVar("_T")
@@ -132,7 +134,8 @@ def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, def
 
 def generations(
     model: Loaded,
-    metrics: Metrics,
+    state: ServerState,
+    http: Request,
     body: GenerationBody,
     prompts: Sequence[Sequence[TokenId]],
     *,
@@ -143,6 +146,7 @@ def generations(
 ) -> Generations:
     """n sequences a prompt, indexed prompt by prompt. Raises RequestError before any of them reaches the engine."""
     made: list[Generation] = []
+    cache_salt = state.isolation.salt(request_api_key(http), body.cache_salt)
     batch = uuid.uuid4().hex
     for prompt in prompts:
         if not prompt:
@@ -156,12 +160,20 @@ def generations(
                 prompt_token_ids=tuple(prompt),
                 sampling=_seeded(sampling, choice),
                 eos_token_ids=model.resolved.eos_token_ids,
-                cache_salt=body.cache_salt,
+                cache_salt=cache_salt,
+                explain_cache=body.explain_cache,
                 priority=body.priority,
                 arrival_time=arrival_time,
             )
-            made.append(Generation(model.engine, request, model.tokenizer, metrics, index=index, choice=choice))
-    return Generations(made)
+            made.append(
+                Generation(
+                    *(model.engine, request, model.tokenizer, state.metrics),
+                    index=index,
+                    choice=choice,
+                    isolated=state.isolation.per_key,
+                )
+            )
+    return Generations(made, batch=batch)
 
 
 def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,9 +28,22 @@ MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_SALT_LENGTH = 256
 
 TokenIdField = Annotated[int, Field(ge=0)]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+
+
+def _valid_salt(salt: str) -> str:
+    try:
+        salt.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        raise refuse("cache_salt", "cache_salt holds text that is not valid Unicode.") from None
+    return salt
+
+
+Salt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT_LENGTH), AfterValidator(_valid_salt)]
+"""Bounded: it is kept as long as anything is cached under it."""
 
 _HARMLESS = frozenset(
     {
@@ -153,8 +167,11 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
-    cache_salt: NonEmpty | None = None
+    cache_salt: Salt | None = None
     return_token_ids: bool | None = False
+    # ours
+    explain_cache: bool = False
+    """Puts usage.prompt_tokens_details.cache_explanation into the answer."""
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -315,3 +332,27 @@ TokenizeBody = Annotated[
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[TokenIdField]
+
+
+class PinBody(Body):
+    """POST /v1/admin/prefix_cache/pins, and a line of a warm-up file: `prompt`, a text or token ids, or `messages`."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")] | None = None
+    """None takes a new one."""
+    prompt: NonEmpty | Annotated[list[TokenIdField], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessageBody], Field(min_length=1)] | None = None
+    add_generation_prompt: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Salt | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise refuse("prompt", "Give either prompt or messages.")
+        return self
+
+
+class ResetBody(Body):
+    """POST /v1/admin/prefix_cache/reset."""
+
+    include_pins: bool = False

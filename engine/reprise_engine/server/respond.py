@@ -64,7 +64,11 @@ async def _chain(first: tuple[Generation, TextDelta], rest: Deltas) -> Deltas:
 
 def wants_usage(body: GenerationBody, *, force: bool) -> bool:
     options = body.stream_options
-    return force or (options is not None and (options.include_usage or options.continuous_usage_stats))
+    return (
+        force
+        or body.explain_cache
+        or (options is not None and (options.include_usage or options.continuous_usage_stats))
+    )
 
 
 def choice_ids(body: GenerationBody, token_ids: Sequence[TokenId]) -> dict[str, Any]:

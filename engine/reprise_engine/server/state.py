@@ -12,6 +12,7 @@ from reprise_engine.config import ResolvedConfig
 from reprise_engine.engine import EngineClient
 from reprise_engine.server.defaults import SamplingDefaults
 from reprise_engine.server.errors import SERVER_ERROR, ApiError
+from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import Tokenizer
 from reprise_engine.version import __version__
@@ -37,6 +38,7 @@ class ServerState:
     served_names: tuple[str, ...]
     metrics: Metrics
     force_include_usage: bool = False
+    isolation: Isolation = field(default_factory=Isolation)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None

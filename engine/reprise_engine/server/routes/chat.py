@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,8 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     generations = prepare.generations(
         model,
-        state.metrics,
+        state,
+        request,
         body,
         [prompt],
         max_tokens=asked,
@@ -69,7 +69,7 @@ class _ChatAnswer:
         self._body = body
         self._generations = generations
         self._include_usage = include_usage
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        self._head = {"id": f"chatcmpl-{generations.batch}", "created": int(time.time()), "model": name}
 
     def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
         if not self._body.logprobs:

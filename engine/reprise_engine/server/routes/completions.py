@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -40,7 +39,8 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
     default = _DEFAULT_MAX_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     generations = prepare.generations(
         model,
-        state.metrics,
+        state,
+        request,
         body,
         prompts,
         max_tokens=body.max_tokens,
@@ -69,7 +69,7 @@ class _CompletionAnswer:
         self._generations = generations
         self._include_usage = include_usage
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{generations.batch}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": name,

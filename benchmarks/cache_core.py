@@ -1,0 +1,189 @@
+"""The prefix cache's bookkeeping alone: no model, no tensors.
+
+    python benchmarks/cache_core.py [--block-size 16] [--json FILE]
+
+256 requests of 8,192 tokens, the first half of which all share, on a pool of 100,000 blocks, with the default hash. The
+median over requests (for the step: the mean over steps), in milliseconds:
+
+    hash       the names of all blocks of one prompt, tokens encoded included
+    lookup     what the index has of a prompt whose first half is cached
+    allocate   reference to what matched, blocks for all the rest
+    step       one decode step of all 256 requests: room for a token each, computed ones committed
+    free       all blocks of a request given back, its unfinished block kept as a tail
+
+`scheduler` is a whole schedule() and commit() of the same decode step, outputs included; it has no counterpart below.
+The column vLLM is of vLLM 0.32's KVCacheManager doing the same on the reference machine (2 cores): a ratio means
+something only where both ran on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import TypeVar
+
+from reprise_engine.config import SchedulerConfig
+from reprise_engine.kv.hashing import encode_blocks, sha256_block_hash
+from reprise_engine.kv.manager import KVCacheManager
+from reprise_engine.kv.sequence import Match, SequenceBlocks
+from reprise_engine.request import EngineRequest, RequestId, SamplingParams
+from reprise_engine.scheduler import Scheduler
+from reprise_engine.step import BlockHash, Step, StepResult
+
+NUM_BLOCKS = 100_000
+REQUESTS = 256
+PROMPT = 8_192
+STEPS = 64
+VLLM = {
+    16: {"hash": 1.29, "lookup": 0.31, "allocate": 0.65, "step": 2.53, "free": 0.05},
+    128: {"hash": 0.54, "lookup": 0.05, "allocate": 0.10, "step": 1.89, "free": 0.01},
+}
+
+
+T = TypeVar("T")
+
+
+class Timer:
+    """Seconds of each call, by what was called."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, function: Callable[[], T]) -> T:
+        begun = time.perf_counter()
+        result = function()
+        self._seconds.setdefault(name, []).append(time.perf_counter() - begun)
+        return result
+
+    def milliseconds(self) -> dict[str, float]:
+        # Not all steps are alike, every 16th fills a block of each request: of steps the mean, of the rest the median.
+        return {
+            name: 1000 * (fmean(values) if name in ("step", "scheduler") else median(values))
+            for name, values in self._seconds.items()
+        }
+
+
+def make_prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    shared = [draw.randrange(150_000) for _ in range(PROMPT // 2)]
+    return [[*shared, *(draw.randrange(150_000) for _ in range(PROMPT - len(shared)))] for _ in range(REQUESTS)]
+
+
+def name_blocks(prompt: Sequence[int], block_size: int) -> list[BlockHash]:
+    names: list[BlockHash] = []
+    for block in encode_blocks(prompt, block_size):
+        names.append(sha256_block_hash(names[-1] if names else None, block, ()))
+    return names
+
+
+def allocate(kv: KVCacheManager, sequence: SequenceBlocks, match: Match, num_tokens: int) -> None:
+    fitting = kv.fitting(match, num_tokens)
+    assert fitting is not None
+    assert kv.admit(sequence, fitting, num_tokens) is not None
+
+
+def measure_cache(prompts: list[list[int]], block_size: int) -> dict[str, float]:
+    timer = Timer()
+    num_blocks = NUM_BLOCKS * 16 // block_size
+    kv = KVCacheManager(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=True)
+    first = kv.sequence()
+    half = prompts[0][: PROMPT // 2]
+    assert kv.admit(first, kv.lookup(first, half), len(half)) is not None
+    kv.commit(first, half, len(half))
+    kv.release(first, half, len(half))
+
+    running: list[tuple[SequenceBlocks, list[int]]] = []
+    for prompt in prompts:
+        timer("hash", partial(name_blocks, prompt, block_size))
+        sequence = kv.sequence()
+        kv.lookup(sequence, prompt)  # encodes the prompt's blocks, which "hash" has paid for
+        match = timer("lookup", partial(kv.lookup, sequence, prompt))
+        assert match.num_tokens == PROMPT // 2, "the first half is cached"
+        timer("allocate", partial(allocate, kv, sequence, match, len(prompt)))
+        kv.commit(sequence, prompt, len(prompt))
+        running.append((sequence, [*prompt]))
+
+    def step() -> None:
+        for sequence, tokens in running:
+            assert kv.extend(sequence, len(tokens))
+            kv.commit(sequence, tokens, len(tokens))
+
+    for _ in range(STEPS):
+        for _, tokens in running:
+            tokens.append(len(tokens))
+        timer("step", step)
+    for sequence, tokens in running:
+        timer("free", partial(kv.release, sequence, tokens, len(tokens)))
+    assert kv.usage == 0.0
+    return timer.milliseconds()
+
+
+def measure_scheduler(prompts: list[list[int]], block_size: int) -> float:
+    """Milliseconds of one decode step of all requests, scheduled and committed, whatever the runner takes left out."""
+    timer = Timer()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=REQUESTS, max_num_batched_tokens=PROMPT * 4),
+        num_blocks=NUM_BLOCKS * 16 // block_size,
+        block_size=block_size,
+        enable_prefix_caching=True,
+        max_model_len=2 * PROMPT,
+    )
+    for i, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=4 * STEPS, ignore_eos=True)
+        scheduler.add(
+            EngineRequest(
+                request_id=RequestId(str(i)), prompt_token_ids=tuple(prompt), sampling=sampling, arrival_time=float(i)
+            )
+        )
+
+    def commit(step: Step) -> None:
+        sampled = {part.request_id: 7 for part in step.requests if part.samples}
+        scheduler.commit(step, StepResult(step_id=step.step_id, sampled=sampled), 0.0)
+
+    def whole() -> None:
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        commit(step)
+
+    while True:
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        commit(step)
+        if step.num_tokens == len(step.requests) == REQUESTS:
+            break
+    for _ in range(STEPS):
+        timer("scheduler", whole)
+    return timer.milliseconds()["scheduler"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="The prefix cache's bookkeeping alone.")
+    parser.add_argument("--block-size", type=int, default=16, choices=sorted(VLLM))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parsed = parser.parse_args(arguments)
+    prompts = make_prompts()
+    ours = measure_cache(prompts, parsed.block_size)
+    scheduler = measure_scheduler(prompts, parsed.block_size)
+    reference = VLLM[parsed.block_size]
+    print(f"{REQUESTS} requests of {PROMPT} tokens, blocks of {parsed.block_size}; milliseconds")
+    print(f"{'':<10}{'ours':>9}{'vLLM':>9}{'ratio':>9}")
+    for name, theirs in reference.items():
+        print(f"{name:<10}{ours[name]:>9.3f}{theirs:>9.2f}{ours[name] / theirs:>9.2f}")
+    total, their_total = sum(ours.values()), sum(reference.values())
+    print(f"{'sum':<10}{total:>9.3f}{their_total:>9.2f}{total / their_total:>9.2f}")
+    print(f"{'scheduler':<10}{scheduler:>9.3f}")
+    if parsed.json is not None:
+        figures = {"block_size": parsed.block_size, "ours": ours, "scheduler": scheduler, "vllm": reference}
+        parsed.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

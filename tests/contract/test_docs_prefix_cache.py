@@ -1,0 +1,61 @@
+"""docs/prefix-cache.md names what is there: flags, endpoints, metrics, reasons, environment variables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fastapi.routing import APIRoute
+
+from reprise_engine.cache_report import MissReason
+from reprise_engine.config import DEFAULT_PIN_BUDGET, HashAlgorithm
+from reprise_engine.entrypoints.arguments import API_KEY_VARIABLES, ISOLATION_VARIABLE, MIN_SECRET_LENGTH, build_parser
+from reprise_engine.server.metrics import Metrics
+from reprise_engine.server.protocol import MAX_SALT_LENGTH, PinBody
+from reprise_engine.server.routes import admin, operations
+
+TEXT = (Path(__file__).parents[2] / "docs" / "prefix-cache.md").read_text(encoding="utf-8")
+
+
+def test_every_flag_is_one() -> None:
+    parser = build_parser()
+    serve = next(action for action in parser._actions if action.dest == "command").choices["serve"]  # type: ignore[index]
+    flags = {flag for action in serve._actions for flag in action.option_strings}
+    named = set(re.findall(r"--[a-z][a-z-]+", TEXT))
+    assert len(named) > 6
+    assert named <= flags
+
+
+def test_every_endpoint_is_one_and_none_is_missing() -> None:
+    routes = {
+        (method, route.path)
+        for route in [*admin.router.routes, *operations.router.routes]
+        if isinstance(route, APIRoute) and "prefix_cache" in route.path
+        for method in route.methods or ()
+    }
+    named = set(re.findall(r"`(GET|POST|DELETE) (/[^` ]+)`", TEXT))
+    assert named == routes
+
+
+def test_every_metric_is_one() -> None:
+    rendered = Metrics("m").render().decode()
+    named = set(re.findall(r"`((?:vllm|reprise):[a-z_]+)", TEXT))
+    assert len(named) > 5
+    assert all(f"# TYPE {name} " in rendered for name in named)
+
+
+def test_every_reason_has_its_row() -> None:
+    assert set(re.findall(r"^\| `([a-z_]+)` \|", TEXT, re.MULTILINE)) >= {reason.value for reason in MissReason}
+
+
+def test_names_and_numbers_are_the_codes() -> None:
+    pins = re.search(r"/pins` \| `\{(.+?)\}`: computes", TEXT)
+    assert pins is not None
+    assert set(re.findall(r'"([a-z_]+)"', pins[1])) == set(PinBody.model_fields)
+    assert f"`{DEFAULT_PIN_BUDGET}`, the default" in TEXT
+    assert f"up to {MAX_SALT_LENGTH} characters" in TEXT
+    assert f"at least {MIN_SECRET_LENGTH} characters" in TEXT
+    assert ISOLATION_VARIABLE in TEXT
+    assert API_KEY_VARIABLES[0] in TEXT
+    for algorithm in HashAlgorithm.__args__:  # type: ignore[attr-defined]
+        assert f"`{algorithm}`" in TEXT
