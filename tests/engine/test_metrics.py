@@ -39,7 +39,7 @@ def test_the_names_and_values_of_vllm(tmp_path_factory: pytest.TempPathFactory, 
     with running_server(options) as server:
         for _ in range(2):
             server.client.post("/v1/completions", json={"prompt": "a" * 9, "max_tokens": 5}).raise_for_status()
-        server.client.post("/v1/completions", json={"prompt": "xx", "n": 2}).raise_for_status()
+        server.client.post("/v1/completions", json={"prompt": ["xx", "wx"]}).raise_for_status()
         samples = scrape(server.client)
     hits = 8.0 if caching else 0.0
     assert value(samples, "vllm:prefix_cache_hits_total") == hits
