@@ -275,9 +275,9 @@ def _condition(deployment: ObservedChild | None, kind: str) -> dict[str, str]:
 def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> Diagnosis:
     for manifest in plan.children:
         if not _is_applied(manifest, find_child(observed, key_of(manifest))):
-            return Diagnosis(
-                state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} is being applied."
-            )
+            fault = observed.apply_faults.get(str(key_of(manifest)))
+            message = "is being applied." if fault is None else f"is not applied yet, and tried again: {fault}"
+            return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
     figures = counts(deployment)
     if not figures.seen:
         message = "The Deployment controller has not seen the present template yet."

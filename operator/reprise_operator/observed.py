@@ -104,3 +104,5 @@ class Observed:
     """pod-template-hash of the Deployment's newest ReplicaSet: pods that carry it are the current ones."""
     apply_errors: Mapping[str, str] = field(default_factory=dict)
     """"Kind/name" → the API server's message, for children whose last apply it refused."""
+    apply_faults: Mapping[str, str] = field(default_factory=dict)
+    """The same for those whose apply it could not carry out, and which is tried again: a webhook that is down."""

@@ -142,6 +142,7 @@ class Reconciler:
         """Does what `decide` decides. Returns what is observed after it, and the conflict it met, if any."""
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
+        faults: dict[str, str] = {}
         actions = decide(planned, observed, applied=memory.applied)
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
@@ -151,7 +152,15 @@ class Reconciler:
                 await self._delete(body, action)
                 continue
             present = children.get(action.key)
-            result = await self.cluster.apply(action.manifest, present=present)
+            try:
+                result = await self.cluster.apply(action.manifest, present=present)
+            except ClusterError as error:
+                if error.status != 500:
+                    raise
+                # The API server is there, but a webhook, say, is not, and may not be for long: the status says so.
+                faults[str(action.key)] = error.message
+                conflict = f"{action.key}: {error.message}"
+                continue
             match result.outcome:
                 case ApplyOutcome.CONFLICT:
                     conflict = f"{action.key}: {result.message}"
@@ -169,6 +178,7 @@ class Reconciler:
                 observed,
                 children=after,
                 apply_errors=dict(memory.refused),
+                apply_faults=faults,
                 # A Deployment that was just changed has its newest ReplicaSet still to come.
                 template_hash=observed.template_hash if not changed or _is_settled(deployment) else None,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,20 @@ def test_a_template_refuses_in_its_own_words_and_cannot_leave_the_sandbox() -> N
         ChatTemplate("{{ messages + 1 }}").render([])
     with pytest.raises(ChatTemplateError, match="does not compile"):
         ChatTemplate("{% if %}")
+
+
+def test_the_window_stays_short_where_tokens_have_no_text() -> None:
+    """ignore_eos with a model that repeats its end token: every token would decode all before it again."""
+
+    class Special:
+        longest = 0
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            self.longest = max(self.longest, len(token_ids))
+            return "".join(chr(token) for token in token_ids if token != 0 or not skip_special_tokens)
+
+    decoder = Special()
+    detokenizer = IncrementalDetokenizer(decoder, [ord("p")])
+    shown = "".join(detokenizer.push(token) for token in [ord("a"), *[0] * 1000, ord("b"), *[0] * 70, ord("c")])
+    assert shown + detokenizer.finish() == "abc"
+    assert decoder.longest < 140

@@ -16,13 +16,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from reprise_operator.api import Api, ClusterError, Fault, load_connection
-from reprise_operator.cluster import Cluster, Key
+from reprise_operator.api import Api, Body, ClusterError, Fault, load_connection
+from reprise_operator.cluster import ApplyResult, Cluster, Key
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import NAME_LABEL
 from reprise_operator.observe import Scraper
+from reprise_operator.observed import ObservedChild
 from reprise_operator.reconcile import Reconciler
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
@@ -451,6 +452,25 @@ async def test_a_refused_change_that_is_taken_back_leaves_no_trace(bench: Bench)
     await bench.settle()
     assert bench.condition("Stalled")[0] == "False"
     assert bench.condition("Ready")[0] == "True"
+
+
+async def test_what_a_failing_webhook_says_is_in_the_status_while_the_apply_is_tried_again(bench: Bench) -> None:
+    class Webhook(Cluster):
+        async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+            if manifest["kind"] == "Deployment":
+                raise ClusterError(Fault.UNAVAILABLE, 'failed calling webhook "policy.example"', status=500)
+            return await super().apply(manifest, present=present)
+
+    sound = bench.reconciler.cluster
+    bench.reconciler.cluster = Webhook(sound._api)
+    bench.apply()
+    with pytest.raises(Retry, match="failed calling webhook"):
+        await bench.reconcile()
+    status, reason, message = bench.condition("Reconciling")
+    assert (status, reason) == ("True", "Applying")
+    assert 'Deployment/qwen is not applied yet, and tried again: failed calling webhook "policy.example"' in message
+    bench.reconciler.cluster = sound
+    await bench.make_ready()
 
 
 async def test_a_suspended_service_has_no_pods_and_is_not_polled(bench: Bench) -> None:

@@ -53,6 +53,9 @@ class IncrementalDetokenizer:
         new = text[self._shown :]
         if not new:  # a special token that is skipped: keep the left neighbour that has a text
             self._shown = len(text)
+            if len(self._window) - self._read >= _LONGEST_WINDOW:  # none of them has one: decoding must not grow
+                del self._window[self._read :]
+                self._shown = len(self._decode(self._window))
             return new
         # What was new becomes the left context of what comes next.
         self._window = self._window[self._read :]
