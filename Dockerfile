@@ -47,6 +47,13 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
  && python3 -c "import sys, tomllib; p = tomllib.load(open('engine/pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *(r for e in sys.argv[1:] for r in p['optional-dependencies'][e]), sep='\n')" $EXTRAS > requirements.txt \
  && /tools/bin/pip --python /opt/reprise/bin/python install -q -c constraints.txt -r requirements.txt
 COPY engine/ engine/
+# The CPU kernels, compiled here since the final image has no compiler and its root is read-only. --build-arg KERNELS=0
+# leaves them out; an engine without them runs on plain torch and says so.
+ARG KERNELS=1
+RUN if [ "$KERNELS" = 1 ]; then \
+      { command -v g++ >/dev/null || { apt-get update -q && apt-get install -q -y --no-install-recommends g++ libc6-dev; }; } \
+      && python3 engine/reprise_engine/native/build.py; \
+    fi
 # Tried at once where it can be: torch_npu cannot be imported without an NPU's driver.
 RUN /tools/bin/pip wheel -q --no-deps --no-build-isolation -w wheels ./engine \
  && /tools/bin/pip --python /opt/reprise/bin/python install -q --no-index --no-deps wheels/*.whl \

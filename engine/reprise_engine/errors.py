@@ -54,9 +54,7 @@ class RequestError(RepriseError):
         return (_rebuild_request_error, (type(self), self.message, self.param, self.code))
 
 
-def _rebuild_request_error(
-    cls: type[RequestError], message: str, param: str | None, code: str | None
-) -> RequestError:
+def _rebuild_request_error(cls: type[RequestError], message: str, param: str | None, code: str | None) -> RequestError:
     return cls(message, param=param, code=code)
 
 
