@@ -118,7 +118,7 @@ class FusedAttention(nn.Module):
             eps=0.0 if self.q_norm is None else float(_number(self.q_norm, "variance_epsilon")),
         )
         heads = rows.view(rows.shape[0], -1, self.head_dim)
-        q_TNH, k_TKH, v_TKH = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q_TNH, k_TKH, v_TKH = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         out_TNH = paged.backend.forward(
             q_TNH,
             k_TKH,

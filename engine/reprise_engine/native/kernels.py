@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 _STORE, _ADD, _SWIGLU = 0, 1, 2
-# Rows of one piece of work in attention.cpp: one token's queries of a key head must fit.
-MAX_GROUP = 96
+# Rows of one piece of work in attention.cpp: the query heads of one key head must fit.
+_MAX_GROUP = 128
 
 
 class _Part(ctypes.Structure):
@@ -189,6 +189,8 @@ class Kernels:
         """Causal attention over the pool, which holds the new tokens already. Returns out_TNH, dense."""
         _, num_heads, head_dim = q_TNH.shape
         _, block_size, num_kv_heads, _ = key_BSKH.shape
+        if num_heads // num_kv_heads > _MAX_GROUP:
+            raise ValueError(f"{num_heads} query heads on {num_kv_heads} key heads; at most {_MAX_GROUP} may share one")
         out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32)
         lengths = ctypes.c_int64 * len(query_lens)
         self._attention(

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr long KEYS = 64;       // keys a piece
-constexpr long ROWS = 96;       // most rows a piece of work
+constexpr long ROWS = 128;      // most rows a piece of work
 constexpr float NONE = -__builtin_inff();
 
 // Vectors of columns that a tile of a product holds, besides its TILE rows.
@@ -216,24 +216,22 @@ static void scores_few(const Task& t, const Scratch& s, const W* const* key, lon
 // The piece's keys transposed to (head, KEYS), the values to (KEYS, stride), both float32.
 template <class W>
 static void widen_piece(const Task& t, const Scratch& s, const W* const* key, const W* const* value, long count) {
-    for (long k = 0; k < KEYS; k++) {
-        if (k >= count) {
-            for (long h = 0; h < t.head_size; h++) s.keys[h * KEYS + k] = 0.0f;
-            continue;
-        }
-        float row[VL];
-        long h = 0;
-        for (; h + VL <= t.head_size; h += VL) {
-            store(row, load(key[k] + h));
+    const long whole = round_up(count, VL);
+    long h = 0;
+    for (; h + VL <= t.head_size; h += VL)
+        for (long k = 0; k < whole; k += VL) {
+            vf square[VL];
 #pragma GCC unroll 16
-            for (int i = 0; i < VL; i++) s.keys[(h + i) * KEYS + k] = row[i];
-            store(s.values + k * s.stride + h, load(value[k] + h));
+            for (int i = 0; i < VL; i++) square[i] = k + i < count ? load(key[k + i] + h) : vf{};
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) store(s.keys + (h + i) * KEYS + k, square[i]);
         }
-        for (; h < t.head_size; h++) {
-            s.keys[h * KEYS + k] = widen(key[k][h]);
-            s.values[k * s.stride + h] = widen(value[k][h]);
-        }
-        for (; h < s.stride; h++) s.values[k * s.stride + h] = 0.0f;
+    for (; h < t.head_size; h++)
+        for (long k = 0; k < whole; k++) s.keys[h * KEYS + k] = k < count ? widen(key[k][h]) : 0.0f;
+    for (long k = 0; k < count; k++) {
+        for (h = 0; h + VL <= t.head_size; h += VL) store(s.values + k * s.stride + h, load(value[k] + h));
+        for (; h < s.stride; h++) s.values[k * s.stride + h] = h < t.head_size ? widen(value[k][h]) : 0.0f;
     }
 }
 
@@ -263,7 +261,7 @@ static void attend(const Task& t, const Piece& piece) {
             scores_few<W>(t, s, key, count, rows);
         } else {
             widen_piece<W>(t, s, key, value, count);
-            product(rows, s.query, s.stride, s.keys, KEYS, t.head_size, s.scores, KEYS, KEYS, false);
+            product(rows, s.query, s.stride, s.keys, KEYS, t.head_size, s.scores, KEYS, round_up(count, VL), false);
         }
         const long whole = round_up(count, VL);
         for (long r = 0; r < rows; r++) {

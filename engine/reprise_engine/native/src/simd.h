@@ -78,6 +78,26 @@ INLINE void narrow(float value, bf16* to) {
     to->bits = value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Exchanges rows and columns of a square of vectors, by halves of halves (Eklundh 1972).
+template <int STEP>
+INLINE void transpose_from(vf* rows) {
+    vi low, high;
+    for (int i = 0; i < VL; i++) {
+        low[i] = i & STEP ? i - STEP + VL : i;
+        high[i] = i & STEP ? i + VL : i + STEP;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i++) {
+        if (i & STEP) continue;
+        const vf a = rows[i], b = rows[i + STEP];
+        rows[i] = __builtin_shuffle(a, b, low);
+        rows[i + STEP] = __builtin_shuffle(a, b, high);
+    }
+    if constexpr (STEP > 1) transpose_from<STEP / 2>(rows);
+}
+
+INLINE void transpose(vf* rows) { transpose_from<VL / 2>(rows); }
+
 INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
 
 INLINE float sum(vf v) {
