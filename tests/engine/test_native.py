@@ -215,6 +215,17 @@ def test_a_loaded_model_runs_on_the_kernels_under_its_own_names(family: str, dty
         assert {FusedDecoderLayer, NativeRMSNorm} <= kinds
 
 
+def test_weights_that_move_are_found_again(kernels: Kernels) -> None:
+    linear = nn.Linear(40, 30)
+    native = NativeLinear(linear, kernels)
+    x = random(3, 40)
+    with torch.inference_mode():
+        close(native(x), linear(x))
+        native.to(torch.bfloat16)
+        native.bias.data = native.bias.float()
+        close(native(x), F.linear(x, native.weight.float(), native.bias))
+
+
 def test_experts(kernels: Kernels) -> None:
     config = ModelConfig(model=str(tiny_model_path("qwen3-moe")), dtype="bfloat16")
     plain = load_model(config, device=torch.device("cpu")).module.model.layers[0].mlp.experts

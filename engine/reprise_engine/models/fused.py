@@ -9,6 +9,7 @@ Axis letters: T tokens, D hidden size, I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,22 +24,35 @@ _GATED_MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
 _RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 
 
-class NativeLinear(nn.Module):
+class _Native(nn.Module):
+    """Holds descriptions of its weights' memory, made at the first use, since taking them costs more than a call."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._described: tuple[LinearWeights, ...] = ()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _Native:
+        # `to`, `float` and the like end here: the weights move.
+        self._described = ()
+        super()._apply(fn, recurse)
+        return self
+
+
+class NativeLinear(_Native):
     """A linear layer (weight bfloat16 or float32) with float32 input, output, bias and sums."""
 
     def __init__(self, linear: nn.Linear | UpcastLinear, kernels: Kernels) -> None:
-        super().__init__()
+        super().__init__(kernels)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.weight = linear.weight
         self.bias = linear.bias
-        self._kernels = kernels
-        self._weights: LinearWeights | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._weights is None or not self._weights.is_current:
-            self._weights = LinearWeights((self.weight, self.bias))
-        return self._kernels.linear(x, self._weights)
+        if not self._described:
+            self._described = (LinearWeights((self.weight, self.bias)),)
+        return self._kernels.linear(x, self._described[0])
 
 
 class NativeRMSNorm(nn.Module):
@@ -57,28 +71,25 @@ class NativeRMSNorm(nn.Module):
         return self._kernels.rms_norm(x, self.weight, self.variance_epsilon)
 
 
-class FusedGatedMLP(nn.Module):
+class FusedGatedMLP(_Native):
     """down(silu(gate(x)) * up(x)) in two calls; the gate and up products never leave the processor's registers."""
 
     def __init__(self, mlp: nn.Module, kernels: Kernels) -> None:
-        super().__init__()
+        super().__init__(kernels)
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self._kernels = kernels
-        self._gate_up: LinearWeights | None = None
-        self._down: LinearWeights | None = None
 
     def add_to(self, residual_1TD: torch.Tensor, x_1TD: torch.Tensor) -> None:
-        if self._gate_up is None or self._down is None or not (self._gate_up.is_current and self._down.is_current):
-            self._gate_up = _weights_of(self.gate_proj, self.up_proj)
-            self._down = _weights_of(self.down_proj)
-        self._kernels.add_linear(self._kernels.swiglu(x_1TD, self._gate_up), self._down, residual_1TD)
+        if not self._described:
+            self._described = (_weights_of(self.gate_proj, self.up_proj), _weights_of(self.down_proj))
+        gate_up, down = self._described
+        self._kernels.add_linear(self._kernels.swiglu(x_1TD, gate_up), down, residual_1TD)
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(_Native):
     """Queries, keys and values from one product; norm and rotation in place; the output added to the residual."""
 
     def __init__(self, attention: nn.Module, kernels: Kernels) -> None:
-        super().__init__()
+        super().__init__(kernels)
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
         self.o_proj = attention.o_proj
         self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
@@ -89,9 +100,6 @@ class FusedAttention(nn.Module):
         window = getattr(attention, "sliding_window", None)
         assert window is None or isinstance(window, int)
         self.sliding_window = window
-        self._kernels = kernels
-        self._qkv: LinearWeights | None = None
-        self._out: LinearWeights | None = None
 
     def add_to(
         self,
@@ -100,11 +108,11 @@ class FusedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         paged: PagedContext,
     ) -> None:
-        if self._qkv is None or self._out is None or not (self._qkv.is_current and self._out.is_current):
-            self._qkv = _weights_of(self.q_proj, self.k_proj, self.v_proj)
-            self._out = _weights_of(self.o_proj)
-        rows = self._kernels.linear(x_1TD[0], self._qkv)
-        num_heads, num_kv_heads = (outputs // self.head_dim for outputs in self._qkv.outputs[:2])
+        if not self._described:
+            self._described = (_weights_of(self.q_proj, self.k_proj, self.v_proj), _weights_of(self.o_proj))
+        qkv, output = self._described
+        rows = self._kernels.linear(x_1TD[0], qkv)
+        num_heads, num_kv_heads = (outputs // self.head_dim for outputs in qkv.outputs[:2])
         cosine_1TH, sine_1TH = position_embeddings
         self._kernels.rotary(
             rows,
@@ -128,7 +136,7 @@ class FusedAttention(nn.Module):
             scale=self.scaling,
             sliding_window=self.sliding_window,
         )
-        self._kernels.add_linear(out_TNH.flatten(1).unsqueeze(0), self._out, residual_1TD)
+        self._kernels.add_linear(out_TNH.flatten(1).unsqueeze(0), output, residual_1TD)
 
 
 class FusedDecoderLayer(nn.Module):

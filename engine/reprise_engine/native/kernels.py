@@ -51,11 +51,6 @@ class LinearWeights:
             *(_Part(w.data_ptr(), None if b is None else b.data_ptr(), w.shape[0]) for w, b in layers)
         )
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the tensors are where they were: `.data` of a parameter may have been exchanged."""
-        return all(part.weight == layer[0].data_ptr() for part, layer in zip(self.parts, self._tensors, strict=True))
-
 
 class Kernels:
     """One level of the library. Every function runs on torch's number of threads and gives up the GIL."""
