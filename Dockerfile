@@ -34,6 +34,17 @@ RUN /tools/bin/pip wheel -q --no-deps --no-build-isolation -w wheels ./operator 
  && /tools/bin/pip --python /opt/reprise/bin/python check \
  && /opt/reprise/bin/python -c "import sys, importlib.util as u; found = [m for m in ('torch', 'transformers', 'numpy', 'reprise_engine') if u.find_spec(m)]; sys.exit(f'in the operator image: {found}' if found else 0)"
 
+# ---------------------------------------------------------------- kernels: the CPU kernels, for a final image that has no compiler
+FROM ${BASE} AS kernels
+WORKDIR /src
+# --build-arg KERNELS=0 leaves them out: the engine then runs on plain torch, and says so.
+ARG KERNELS=1
+RUN if [ "$KERNELS" = 1 ] && ! command -v g++ >/dev/null; then \
+      apt-get update -q && apt-get install -q -y --no-install-recommends g++ libc6-dev; \
+    fi
+COPY engine/reprise_engine/native/ native/
+RUN test "$KERNELS" != 1 || python3 native/build.py
+
 # ---------------------------------------------------------------- engine: its environment, made apart
 FROM tools AS engine-env
 # EXTRAS=npu adds torch_npu and, since CANN's own Python parts lean on packages of its base image, lets the environment see those.
@@ -47,6 +58,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
  && python3 -c "import sys, tomllib; p = tomllib.load(open('engine/pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *(r for e in sys.argv[1:] for r in p['optional-dependencies'][e]), sep='\n')" $EXTRAS > requirements.txt \
  && /tools/bin/pip --python /opt/reprise/bin/python install -q -c constraints.txt -r requirements.txt
 COPY engine/ engine/
+COPY --from=kernels /src/native/ engine/reprise_engine/native/
 # Tried at once where it can be: torch_npu cannot be imported without an NPU's driver.
 RUN /tools/bin/pip wheel -q --no-deps --no-build-isolation -w wheels ./engine \
  && /tools/bin/pip --python /opt/reprise/bin/python install -q --no-index --no-deps wheels/*.whl \

@@ -8,7 +8,8 @@ export PYTHONDONTWRITEBYTECODE ?= 1
 help: ## what there is to do
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-venv: $(VENV)/.stamp ## the environment (.venv)
+venv: $(VENV)/.stamp ## the environment (.venv), and the CPU kernels where there is a C++ compiler
+	@$(BIN)/python engine/reprise_engine/native/build.py --optional --quiet
 
 $(VENV)/.stamp: constraints.txt requirements-dev.txt engine/pyproject.toml operator/pyproject.toml
 	$(PY) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'

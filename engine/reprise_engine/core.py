@@ -28,6 +28,7 @@ from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_block
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
+from reprise_engine.native import load_kernels
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory, profile_npu
@@ -47,7 +48,8 @@ def build_core(
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
 
-    model = load_model(config.model, device=device, progress=progress)
+    kernels = load_kernels() if device_type == "cpu" else None
+    model = load_model(config.model, device=device, kernels=kernels, progress=progress)
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
 
     progress(LoadProgress("Sizing the KV cache"))
@@ -65,7 +67,7 @@ def build_core(
         dtype=model.kv_dtype,
         device=device,
     )
-    runner = ModelRunner(model, create_attention_backend(device), kv, seed=config.model.seed)
+    runner = ModelRunner(model, create_attention_backend(device, kernels), kv, seed=config.model.seed)
     pin_budget = pin_budget_blocks(
         config.cache.prefix_cache_pin_budget,
         num_blocks=plan.num_blocks,

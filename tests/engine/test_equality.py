@@ -14,10 +14,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from reprise_engine.attention.cpu import CPUAttention
+from reprise_engine.attention import create_attention_backend
 from reprise_engine.config import ModelConfig, SchedulerConfig
 from reprise_engine.loop import EngineCore
 from reprise_engine.models.loader import LoadedModel, load_model
+from reprise_engine.native import Kernels, available_levels, open_kernels
+from reprise_engine.native.build import library_path
 from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
@@ -28,7 +30,15 @@ from tests.support.models import smollm2_path
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
 
 SMOLLM2 = "smollm2"
-MODELS = [*FAMILIES, pytest.param(SMOLLM2, marks=pytest.mark.real_model)]
+# Each model on plain torch, and on the native kernels where they are built.
+NATIVE = "-native"
+needs_library = pytest.mark.skipif(not library_path().exists(), reason="the CPU kernels are not built (make venv)")
+MODELS = [
+    *FAMILIES,
+    *(pytest.param(family + NATIVE, marks=needs_library) for family in FAMILIES),
+    pytest.param(SMOLLM2, marks=pytest.mark.real_model),
+    pytest.param(SMOLLM2 + NATIVE, marks=[pytest.mark.real_model, needs_library]),
+]
 BLOCK_SIZE = 16
 # No prompt is a multiple of it, and neither is the block size: chunks end inside blocks.
 CHUNK = 21
@@ -42,16 +52,25 @@ _QUESTIONS = ("When does the museum open?", "How much is a ticket for a child?",
 Prompts = tuple[tuple[TokenId, ...], ...]
 
 
+def is_smollm2(name: str) -> bool:
+    return name.removesuffix(NATIVE) == SMOLLM2
+
+
+def kernels_of(name: str) -> Kernels | None:
+    return open_kernels(available_levels()[0]) if name.endswith(NATIVE) else None
+
+
 @cache
 def loaded(name: str) -> LoadedModel:
-    path = smollm2_path() if name == SMOLLM2 else tiny_model_path(name)
-    return load_model(ModelConfig(model=str(path), dtype="float32"), device=torch.device("cpu"))
+    path = smollm2_path() if is_smollm2(name) else tiny_model_path(name.removesuffix(NATIVE))
+    config = ModelConfig(model=str(path), dtype="float32")
+    return load_model(config, device=torch.device("cpu"), kernels=kernels_of(name))
 
 
 @cache
 def plain_transformers(name: str) -> PreTrainedModel:
     """The same weights in a model of its own that knows nothing of us."""
-    ours = loaded(name)
+    ours = loaded(name.removesuffix(NATIVE))
     config = deepcopy(ours.spec.config)
     config._attn_implementation = "eager"
     model = type(ours.module)(config)
@@ -62,13 +81,13 @@ def plain_transformers(name: str) -> PreTrainedModel:
 
 def num_new(name: str) -> int:
     """Tokens to generate: enough to cross a block's border, and on the real model no more, since it takes a while."""
-    return 12 if name == SMOLLM2 else 20
+    return 12 if is_smollm2(name) else 20
 
 
 @cache
 def prompts_of(name: str) -> Prompts:
     """Three prompts that share a prefix, and one that shares nothing and is a whole number of blocks."""
-    if name == SMOLLM2:
+    if is_smollm2(name):
         tokenizer = load_tokenizer(smollm2_path())
         chats = [
             tokenizer.encode(
@@ -90,6 +109,8 @@ def prompts_of(name: str) -> Prompts:
 
 @cache
 def expected_tokens(name: str) -> tuple[tuple[TokenId, ...], ...]:
+    if name.endswith(NATIVE):
+        return expected_tokens(name.removesuffix(NATIVE))
     model = plain_transformers(name)
     outputs: list[tuple[TokenId, ...]] = []
     for prompt in prompts_of(name):
@@ -116,7 +137,6 @@ class Engine:
 
     @classmethod
     def make(cls, name: str, *, caching: bool = True, num_blocks: int = 128, budget: int = 2048) -> Engine:
-        model = loaded(name)
         scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=budget),
             num_blocks=num_blocks,
@@ -124,7 +144,7 @@ class Engine:
             enable_prefix_caching=caching,
             max_model_len=1024,
         )
-        return cls(EngineCore(scheduler, make_runner(model, num_blocks)), scheduler, num_new(name), count())
+        return cls(EngineCore(scheduler, make_runner(name, num_blocks)), scheduler, num_new(name), count())
 
     def generate(self, prompts: Prompts) -> tuple[tuple[TokenId, ...], ...]:
         """All prompts at once."""
@@ -146,7 +166,8 @@ class Engine:
         return tuple(tuple(generated[request.request_id]) for request in requests)
 
 
-def make_runner(model: LoadedModel, num_blocks: int) -> ModelRunner:
+def make_runner(name: str, num_blocks: int) -> ModelRunner:
+    model = loaded(name)
     kv = allocate_kv_cache(
         num_layers=model.spec.num_layers,
         num_blocks=num_blocks,
@@ -156,7 +177,7 @@ def make_runner(model: LoadedModel, num_blocks: int) -> ModelRunner:
         dtype=model.kv_dtype,
         device=model.device,
     )
-    return ModelRunner(model, CPUAttention(), kv, seed=0)
+    return ModelRunner(model, create_attention_backend(model.device, kernels_of(name)), kv, seed=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -230,7 +251,7 @@ def test_a_prompt_that_goes_another_way_inside_a_block_reuses_what_is_common(nam
 def test_logits_stay_within_rounding_of_transformers(name: str) -> None:
     """Warm: the first two thirds of the prompt in two earlier steps, one of which ends inside a block."""
     prompt = prompts_of(name)[2]
-    runner = make_runner(loaded(name), 32)
+    runner = make_runner(name, 32)
     cuts = [0, CHUNK, 2 * len(prompt) // 3, len(prompt)]
     for start, end in pairwise(cuts[:-1]):
         runner.run(_part(prompt[:end], start))

@@ -19,8 +19,10 @@ from reprise_engine.config import DType, ModelConfig
 from reprise_engine.errors import ConfigError, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
+from reprise_engine.models.fused import fuse_layers
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
+from reprise_engine.native import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +80,16 @@ def choose_dtype(requested: DType, spec: ModelSpec, files: ModelFiles, *, device
 
 
 def load_model(
-    config: ModelConfig, *, device: torch.device, progress: Progress = lambda _progress: None
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    kernels: Kernels | None = None,
+    progress: Progress = lambda _progress: None,
 ) -> LoadedModel:
-    """Finds, checks and loads the model. Raises ModelNotFound, UnsupportedModel or ConfigError."""
+    """Finds, checks and loads the model; on a CPU it runs on `kernels` where they are given, else on plain torch.
+
+    Raises ModelNotFound, UnsupportedModel or ConfigError.
+    """
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
     progress(LoadProgress("Reading the model's configuration"))
@@ -97,6 +106,8 @@ def load_model(
     module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
     module.eval()
     module.requires_grad_(False)
+    if device.type == "cpu" and kernels is not None:
+        fuse_layers(module, kernels)
     return LoadedModel(
         module=module,
         spec=spec,
