@@ -35,7 +35,7 @@ class _Native(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _Native:
         # `to`, `float` and the like end here: the weights move.
         self._described = ()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self
 
 
