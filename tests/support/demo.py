@@ -155,6 +155,8 @@ class Demo:
                     messages.append({"role": "assistant", "content": turn.answer})
                     turns.append(turn)
                     add_row(table, turn)
+        if not self._console.is_terminal:
+            self._console.print()  # Live ends its last line only on a terminal
         return turns
 
     def _judge(self, cached: Sequence[Turn], uncached: Sequence[Turn]) -> None:
