@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from reprise_engine.cache_report import CacheExplanation, MissReason
+from reprise_engine.cache_report import CacheExplanation, MissReason, Tier, TierStats
 from reprise_engine.kv.manager import KVCacheManager
 from reprise_engine.kv.sequence import Match
 from reprise_engine.request import RequestId
@@ -17,8 +19,13 @@ _PLACES = {reason: i for i, reason in enumerate(MissReason)}
 class CacheAccounting:
     """Counts a request once, at its first admission, whatever becomes of it later."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, tiers: tuple[Tier, ...] = ()) -> None:
+        """`tiers`: those there are below the pool, the fastest first."""
         self._kv = kv
+        self._tiers = tiers
+        self.tier_queries = dict.fromkeys(tiers, 0)
+        """Prompt tokens that no faster tier had."""
+        self.tier_hits = dict.fromkeys(tiers, 0)
         self.queries = 0
         """Prompt tokens looked up."""
         self.hits = 0
@@ -27,18 +34,37 @@ class CacheAccounting:
         """Requests by reason, in the order of MissReason."""
         self.recent: deque[tuple[RequestId, CacheExplanation]] = deque(maxlen=_RECENT)
 
-    def admitted(self, state: RequestState, match: Match, used: Match) -> None:
-        """`match` is what the lookup found, `used` what of it there was room for."""
+    def admitted(
+        self, state: RequestState, match: Match, used: Match, *, from_tiers: Mapping[Tier, int] | None = None
+    ) -> None:
+        """`match` is what the lookup found, `used` what of it there was room for; `from_tiers` tokens of it were loaded."""
         if state.explanation is not None:
             return
         if state.blocks.reads_cache:
             self.queries += state.prompt_length
             self.hits += used.num_tokens
+            self._count_tiers(state.prompt_length, used.num_tokens, from_tiers or {})
         reason = self._kv.why_no_more(state.blocks, state.tokens, match, used)
         if reason is not None:
             i = _PLACES[reason]
             self.misses = (*self.misses[:i], self.misses[i] + 1, *self.misses[i + 1 :])
         state.explanation = CacheExplanation(
-            prompt_tokens=state.prompt_length, cached_tokens=used.num_tokens, reason=reason
+            prompt_tokens=state.prompt_length,
+            cached_tokens=used.num_tokens,
+            reason=reason,
+            tier_tokens=tuple((tier, (from_tiers or {}).get(tier, 0)) for tier in self._tiers),
         )
         self.recent.append((state.request_id, state.explanation))
+
+    def complete(self, tiers: Iterable[TierStats]) -> tuple[TierStats, ...]:
+        """The tiers' own figures, and what these books know of them."""
+        return tuple(
+            replace(one, query_tokens=self.tier_queries[one.tier], hit_tokens=self.tier_hits[one.tier]) for one in tiers
+        )
+
+    def _count_tiers(self, prompt_length: int, cached: int, from_tiers: Mapping[Tier, int]) -> None:
+        looked_up = prompt_length - (cached - sum(from_tiers.values()))
+        for tier in self._tiers:
+            self.tier_queries[tier] += looked_up
+            self.tier_hits[tier] += from_tiers.get(tier, 0)
+            looked_up -= from_tiers.get(tier, 0)

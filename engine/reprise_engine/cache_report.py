@@ -28,6 +28,44 @@ class MissReason(Enum):
     """Nothing cached goes on from here."""
 
 
+class Tier(Enum):
+    """Where the cache keeps blocks besides the pool; the value is the label of the metrics."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """Of one tier. Blocks, bytes and capacity are of now, the rest counts since the start of the engine."""
+
+    tier: Tier
+    blocks: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    query_tokens: int = 0
+    """Prompt tokens that no faster tier had, once a request."""
+    hit_tokens: int = 0
+    """Those of them that came from here."""
+    stores: int = 0
+    """Blocks that came down to here."""
+    evictions: int = 0
+    failures: int = 0
+    """Blocks that could not come down, or not up again."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "blocks": self.blocks,
+            "used_bytes": self.used_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "query_tokens": self.query_tokens,
+            "hit_tokens": self.hit_tokens,
+            "stores": self.stores,
+            "evictions": self.evictions,
+            "failures": self.failures,
+        }
+
+
 _MESSAGES = {
     None: "All of the prompt was cached but its last token, which is always computed.",
     MissReason.CACHING_OFF: "Prefix caching is off, for the server or for this request.",
@@ -48,6 +86,8 @@ class CacheExplanation:
     cached_tokens: int
     """Also the position of the first token that was not reused, from 0."""
     reason: MissReason | None
+    tier_tokens: tuple[tuple[Tier, int], ...] = ()
+    """How many of the cached tokens each tier below the pool gave; empty where there are none."""
 
     @property
     def message(self) -> str:
@@ -58,11 +98,15 @@ class CacheExplanation:
         return replace(self, reason=MissReason.NOT_SEEN) if self.reason is MissReason.OTHER_SALT else self
 
     def as_json(self) -> dict[str, object]:
-        return {
+        explained: dict[str, object] = {
             "reason": None if self.reason is None else self.reason.value,
             "ended_at_token": self.cached_tokens,
             "message": self.message,
         }
+        if self.tier_tokens:
+            below = {tier.value: tokens for tier, tokens in self.tier_tokens}
+            explained["tiers"] = {"device": self.cached_tokens - sum(below.values())} | below
+        return explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +147,7 @@ class PrefixCacheReport:
     """Requests by reason, since the start."""
     recent: tuple[tuple[str, CacheExplanation], ...]
     """The last requests that were admitted, by their ids, the latest last."""
+    tiers: tuple[TierStats, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -119,6 +164,7 @@ class PrefixCacheReport:
             "query_tokens": self.query_tokens,
             "hit_tokens": self.hit_tokens,
             "misses": {reason.value: count for reason, count in self.misses},
+            "tiers": {tier.tier.value: tier.as_json() for tier in self.tiers},
             "recent": [
                 {"request": request_id, "prompt_tokens": one.prompt_tokens, "cached_tokens": one.cached_tokens}
                 | one.as_json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from reprise_engine.errors import ConfigError
@@ -16,6 +17,7 @@ NPU_BLOCK_SIZE = 128
 DEFAULT_MEMORY_UTILIZATION = 0.90
 DEFAULT_PIN_BUDGET = 0.25
 DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_DISK_SIZE = 16 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,19 @@ class CacheConfig:
     prefix_cache_pin_budget: float | int = DEFAULT_PIN_BUDGET
     """How much of the pool may be pinned: a share from 0.0 to 1.0 (float), or a number of blocks (int)."""
 
+    prefix_cache_host_memory: int = 0
+    """Bytes of host memory for blocks that leave the pool; 0 for none."""
+    prefix_cache_dir: Path | None = None
+    """A folder of its own where blocks outlive the engine; None for none."""
+    prefix_cache_disk_size: int | None = None
+    """Bytes that the folder may hold, whoever else uses it; None takes DEFAULT_DISK_SIZE."""
+
+    @property
+    def disk_size(self) -> int:
+        return DEFAULT_DISK_SIZE if self.prefix_cache_disk_size is None else self.prefix_cache_disk_size
+
     def __post_init__(self) -> None:
+        self._check_tiers()
         budget = self.prefix_cache_pin_budget
         if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
             raise ConfigError(
@@ -65,6 +79,31 @@ class CacheConfig:
             raise ConfigError(f"--num-gpu-blocks-override is {self.num_gpu_blocks_override}; it must be at least 1.")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ConfigError(f"--kv-cache-memory-bytes is {self.kv_cache_memory_bytes}; it must be at least 1.")
+
+    def _check_tiers(self) -> None:
+        if self.prefix_cache_host_memory < 0:
+            raise ConfigError(
+                f"--prefix-cache-host-memory is {self.prefix_cache_host_memory}; it must be a size such as 4GiB, or 0."
+            )
+        if self.prefix_cache_disk_size is not None:
+            if self.prefix_cache_dir is None:
+                raise ConfigError(
+                    f"--prefix-cache-disk-size is {self.prefix_cache_disk_size}, but there is no --prefix-cache-dir; "
+                    "give the folder, or leave the size out."
+                )
+            if self.prefix_cache_disk_size < 1:
+                raise ConfigError(
+                    f"--prefix-cache-disk-size is {self.prefix_cache_disk_size}; it must be a size such as 16GiB."
+                )
+        if not self.enable_prefix_caching:
+            for flag, value in (
+                ("--prefix-cache-host-memory", self.prefix_cache_host_memory),
+                ("--prefix-cache-dir", self.prefix_cache_dir),
+            ):
+                if value:
+                    raise ConfigError(
+                        f"{flag} is {value}, but the prefix cache is off; leave out --no-enable-prefix-caching, or {flag}."
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,16 @@ from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import Step, StepResult
 
+_DISK_PATIENCE = 0.01
+"""Seconds that a step may wait for the disk where nothing else is to be done; then whoever drives it looks around."""
+
 
 class Runner(Protocol):
     """Turns a Step into tokens. Knows tensors, and of requests only what the Step says."""
 
     def run(self, step: Step) -> StepResult:
-        """Makes the copies in order, computes and writes the KV of all token_ids, samples where `samples` is True."""
+        """Moves and copies blocks in the Step's order, computes and writes the KV of all token_ids, samples where
+        `samples` is True."""
         ...
 
 
@@ -48,9 +52,10 @@ class EngineCore:
         return self._scheduler.has_work()
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """One forward pass; nothing where there is no work."""
+        """One forward pass; nothing where there is no work. Waits a moment where there is some, but the disk has it."""
         step = self._scheduler.schedule(self._clock())
         if step is None:
+            self._scheduler.wait(_DISK_PATIENCE)
             return ()
         try:
             result = self._runner.run(step)
@@ -58,6 +63,28 @@ class EngineCore:
             self._scheduler.discard(step)
             raise
         return self._scheduler.commit(step, result, self._clock())
+
+    def has_background_work(self) -> bool:
+        """Whether step() has something to do besides requests: blocks are on their way to the disk."""
+        return self._scheduler.has_background_work()
+
+    def flush(self, seconds: float) -> bool:
+        """Ends every request and carries down what is to go to the disk. False where the time did not suffice."""
+        self._scheduler.abort_all()
+        deadline = self._clock() + seconds
+        while self._scheduler.has_background_work() and self._clock() < deadline:
+            self.step()
+        return not self._scheduler.has_background_work()
+
+    def close(self, *, seconds: float = 5.0) -> None:
+        """flush(), and the end of all threads. Nothing may be submitted any more."""
+        deadline = self._clock() + seconds
+        self.flush(seconds)
+        self._scheduler.close(max(0.0, deadline - self._clock()))
+
+    def reset_tiers(self) -> tuple[int, int]:
+        """Returns the freed blocks of host memory and disk; see `Scheduler.reset_tiers`."""
+        return self._scheduler.reset_tiers()
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()

@@ -1,7 +1,7 @@
 """How many KV blocks fit: pure arithmetic (`plan_kv_blocks`) over facts that probes gather.
 
     budget = --gpu-memory-utilization × total             total: the NPU's memory; on a CPU the cgroup's limit
-    KV     = budget - weights - process - peak activations
+    KV     = budget - weights - process - peak activations - (on a CPU) host tier
     blocks = KV // bytes of a block
 
 On a CPU without a cgroup limit the machine is shared with others, so KV is the least of that (with the machine's memory
@@ -43,6 +43,10 @@ class MemoryFacts:
     weights: int
     process: int
     activations: int
+    host_tier: int = 0
+    """What the prefix cache's tiers hold in host memory (--prefix-cache-host-memory): on a CPU beside the KV."""
+    host_memory: int | None = None
+    """All that this process may have of the host: the cgroup's limit, or the machine's memory. None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ def plan_kv_blocks(
     max_num_seqs: int,
 ) -> KVPlan:
     """Chooses the number of blocks. Raises InsufficientMemory, with advice, when not one sequence of `max_model_len`
-    fits. Where --num-gpu-blocks-override is given and --max-model-len is not, the length follows the pool instead.
+    fits, or the host tier does not. Where --num-gpu-blocks-override is given and --max-model-len is not, the length follows the pool instead.
     """
     lines = [f"KV cache on {facts.device}:"]
     if cache.num_gpu_blocks_override is not None:
@@ -108,6 +112,7 @@ def plan_kv_blocks(
     explanation = "\n".join(lines)
     if tokens < max_model_len:
         raise InsufficientMemory(_advice(facts, shape, cache, tokens, kv_bytes, max_model_len, explanation))
+    _check_host_tier(facts, kv_bytes=num_blocks * shape.bytes_per_block)
     return KVPlan(num_blocks=num_blocks, max_model_len=max_model_len, explanation=explanation)
 
 
@@ -117,13 +122,15 @@ def _available(facts: MemoryFacts, utilization: float, lines: list[str]) -> int:
     else:
         total, name = facts.total, "memory of the NPU" if facts.device == "npu" else "memory of the machine"
     budget = int(total * utilization)
-    available = budget - facts.weights - facts.process - facts.activations
+    host_tier = facts.host_tier if facts.device == "cpu" else 0
+    available = budget - facts.weights - facts.process - facts.activations - host_tier
     lines += [
         _line(name, _size(total)),
         _line(f"× --gpu-memory-utilization {utilization:.2f} = budget", _size(budget)),
         _line("- weights", _size(facts.weights)),
         _line("- process and libraries", _size(facts.process)),
         _line("- peak activations", _size(facts.activations)),
+        *([_line("- host memory of the prefix cache's tiers", _size(host_tier))] if host_tier else []),
         _line("= available for KV", _size(available)),
     ]
     if facts.device == "npu" and facts.free < budget:
@@ -138,14 +145,29 @@ def _available(facts: MemoryFacts, utilization: float, lines: list[str]) -> int:
 def _share_of_machine(
     facts: MemoryFacts, shape: BlockShape, available: int, max_model_len: int, max_num_seqs: int, lines: list[str]
 ) -> int:
-    free = facts.free - facts.activations
+    free = facts.free - facts.activations - facts.host_tier
     useful = max_num_seqs * -(-max_model_len // shape.block_size) * shape.bytes_per_block
     lines += [
-        _line("no cgroup limit; free now - peak activations", _size(free)),
+        _line(f"no cgroup limit; free now - peak activations{' - tiers' if facts.host_tier else ''}", _size(free)),
         _line(f"{max_num_seqs} sequences (--max-num-seqs) of {max_model_len:,}", _size(useful)),
         _line("least of the three", _size(min(available, free, useful))),
     ]
     return min(available, free, useful)
+
+
+def _check_host_tier(facts: MemoryFacts, *, kv_bytes: int) -> None:
+    """Raises InsufficientMemory where the tiers' host memory and what else must be there exceed the host's."""
+    if not facts.host_tier or facts.host_memory is None:
+        return
+    rest = facts.weights + facts.process + facts.activations + kv_bytes if facts.device == "cpu" else 0
+    room = facts.host_memory - rest
+    if facts.host_tier > room:
+        beside = f", and weights, process, activations and KV take {_size(rest)} of it" if rest else ""
+        advice = f"Lower it to {room} bytes at most" if room > 0 else "Leave it out"
+        raise InsufficientMemory(
+            f"--prefix-cache-host-memory: the prefix cache's tiers ask for {_size(facts.host_tier)} of host memory; "
+            f"there are {_size(facts.host_memory)}{beside}. {advice}, or give the engine more memory."
+        )
 
 
 def _advice(
@@ -170,6 +192,8 @@ def _advice(
         if wanted <= 1.0 and (facts.limit is not None or facts.device == "npu"):
             raise_it = f"raise --gpu-memory-utilization to {wanted:.2f}, or {raise_it}"
     lower_it = f"lower --max-model-len to {tokens} (at most), or " if tokens > 0 else ""
+    if facts.device == "cpu" and 0 < needed - kv_bytes <= facts.host_tier:
+        lower_it += "lower --prefix-cache-host-memory, or "
     return (
         f"Not one sequence of max_model_len {max_model_len} fits the KV cache: it needs {_size(needed)}, and there "
         f"is room for {tokens} tokens. Do one of these: {lower_it}{raise_it}.\n{explanation}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reprise_engine.cache_report import MissReason, PrefixCacheReport
+from reprise_engine.cache_report import MissReason, PrefixCacheReport, TierStats
 from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
@@ -102,6 +102,8 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_evicted_blocks: int = 0
     num_pinned_blocks: int = 0
+    tiers: tuple[TierStats, ...] = ()
+    """Below the pool, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,16 @@ class PrefixCacheReset:
     token: int
     success: bool
     freed_blocks: int
+    freed_host_blocks: int = 0
+    freed_disk_blocks: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "success": self.success,
+            "freed_blocks": self.freed_blocks,
+            "freed_host_blocks": self.freed_host_blocks,
+            "freed_disk_blocks": self.freed_disk_blocks,
+        }
 
 
 @dataclass(frozen=True, slots=True)

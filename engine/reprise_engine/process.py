@@ -62,6 +62,9 @@ class EngineLoop:
         core = self._core
         while True:
             outputs: list[RequestOutput] = []
+            while not core.has_work() and core.has_background_work() and not self._connection.poll(0):
+                core.step()
+                self._tell(outputs)
             # Before every step all that has arrived is taken in, so an abort takes effect within one step.
             while not core.has_work() or self._connection.poll(0):
                 message: ToEngine = self._connection.recv()
@@ -83,7 +86,16 @@ class EngineLoop:
                 self._core.abort(request_ids)
             case ResetPrefixCache(token=token, include_pins=include_pins):
                 success, freed = self._core.reset_prefix_cache(include_pins=include_pins)
-                self._connection.send(PrefixCacheReset(token=token, success=success, freed_blocks=freed))
+                host, disk = self._core.reset_tiers()
+                self._connection.send(
+                    PrefixCacheReset(
+                        token=token,
+                        success=success,
+                        freed_blocks=freed,
+                        freed_host_blocks=host,
+                        freed_disk_blocks=disk,
+                    )
+                )
             case InspectPrefixCache(token=token):
                 self._connection.send(PrefixCacheInspected(token=token, report=self._core.inspect_prefix_cache()))
             case Unpin(token=token, name=name):
@@ -138,6 +150,7 @@ def serve(connection: Connection) -> int:
     send(Ready(resolved))
     try:
         EngineLoop(core, connection).run()
+        core.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the API process is gone; nobody is left to tell
     except Exception as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.kv.sequence import SequenceBlocks
+from reprise_engine.kv.tiering import TierLoad
 from reprise_engine.request import RequestId, SamplingParams, TokenId
 
 Rank = tuple[int, float, int]
@@ -28,6 +29,8 @@ class RequestState:
     """All known tokens: prompt, then output."""
     blocks: SequenceBlocks
     pin: str | None = None
+    load: TierLoad | None = None
+    """While blocks of it come up from the tiers: until then it is not computed."""
     computed: int = 0
     explanation: CacheExplanation | None = None
     """What the cache had of the prompt at the first admission; None before it."""

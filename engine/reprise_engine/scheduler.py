@@ -16,12 +16,13 @@ from bisect import insort
 from collections.abc import Iterable
 
 from reprise_engine.cache_accounting import CacheAccounting
-from reprise_engine.cache_report import MissReason, PinnedPrefix, PrefixCacheReport
+from reprise_engine.cache_report import MissReason, PinnedPrefix, PrefixCacheReport, TierStats
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
 from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
 from reprise_engine.kv.manager import KVCacheManager
 from reprise_engine.kv.sequence import NextBlock
+from reprise_engine.kv.tiering import Tiering
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import (
     EngineRequest,
@@ -35,6 +36,7 @@ from reprise_engine.request import (
 from reprise_engine.request_state import Rank, RequestState, rank_of, remove
 from reprise_engine.step import Step, StepResult
 from reprise_engine.step_builder import StepBuilder
+from reprise_engine.tier_loads import TierLoads
 
 
 class Scheduler:
@@ -53,6 +55,7 @@ class Scheduler:
         max_model_len: int,
         hasher: BlockHasher = sha256_block_hash,
         pin_budget: int = 0,
+        tiering: Tiering | None = None,
     ) -> None:
         budget = config.batched_tokens(max_model_len=max_model_len)
         if not config.enable_chunked_prefill and budget < max_model_len:
@@ -66,6 +69,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             hasher=hasher,
             pin_budget=pin_budget,
+            tiering=tiering,
         )
         self._budget = budget
         self._chunked = config.enable_chunked_prefill
@@ -78,7 +82,8 @@ class Scheduler:
         self._added = 0
         self._steps = 0
         self._in_flight: Step | None = None
-        self._books = CacheAccounting(self.kv)
+        self._books = CacheAccounting(self.kv, () if tiering is None else tiering.tiers)
+        self._tiers = None if tiering is None else TierLoads(self.kv, tiering, self._books)
         self._preemptions = 0
 
     # --- requests come and go
@@ -122,6 +127,8 @@ class Scheduler:
         step is running are given back at that step's commit.
         """
         in_flight = {part.request_id for part in self._in_flight.requests} if self._in_flight else set()
+        if self._tiers is not None:
+            in_flight.update(state.request_id for state in self._tiers.in_flight)
         outputs = []
         for request_id in request_ids:
             state = self._states.get(request_id)
@@ -134,14 +141,33 @@ class Scheduler:
             outputs.append(self._output(state, finish_reason=FinishReason.ABORT))
         return tuple(outputs)
 
+    def abort_all(self) -> tuple[RequestOutput, ...]:
+        """Ends every request."""
+        return self.abort(tuple(self._states))
+
     def has_work(self) -> bool:
         """Whether schedule() has, or a running step leaves, something to do."""
         return bool(self._states)
 
+    def has_background_work(self) -> bool:
+        """Whether blocks are on their way to the disk: steps without requests carry them."""
+        return self._tiers is not None and self._tiers.tiering.has_work
+
+    def wait(self, seconds: float) -> None:
+        """Where schedule() had nothing to do: until the disk has done something, at most so long."""
+        if self._tiers is not None:
+            self._tiers.tiering.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Ends the threads of the tiers; what they were told to write is written, as far as the time goes."""
+        if self._tiers is not None:
+            self._tiers.tiering.close(seconds)
+
     def stats(self) -> SchedulerStats:
+        loading = 0 if self._tiers is None else sum(1 for state in self._running if state.load is not None)
         return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_running=len(self._running) - loading,
+            num_waiting=len(self._waiting) + loading,
             kv_cache_usage=self.kv.usage,
             num_cached_blocks=len(self.kv.index),
             prefix_cache_queries=self._books.queries,
@@ -150,7 +176,11 @@ class Scheduler:
             num_preemptions=self._preemptions,
             num_evicted_blocks=self.kv.num_evicted_blocks,
             num_pinned_blocks=self.kv.pins.num_blocks,
+            tiers=self._tier_stats(),
         )
+
+    def _tier_stats(self) -> tuple[TierStats, ...]:
+        return () if self._tiers is None else self._books.complete(self._tiers.tiering.stats())
 
     def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
         """Forgets all cached blocks that no request uses; pinned ones only with `include_pins`.
@@ -158,6 +188,13 @@ class Scheduler:
         Returns (success, freed blocks); success is False where requests hold blocks, which then stay cached.
         """
         return self.kv.reset(include_pins=include_pins)
+
+    def reset_tiers(self) -> tuple[int, int]:
+        """Forgets what is in host memory and on the disk; returns the blocks that were there.
+
+        What a request is loading already reaches it.
+        """
+        return (0, 0) if self._tiers is None else self._tiers.tiering.clear()
 
     def unpin(self, name: str) -> bool:
         """What the pin held stays cached, as anything else does. False where there is no such pin."""
@@ -181,6 +218,7 @@ class Scheduler:
             hit_tokens=books.hits,
             misses=tuple(zip(MissReason, books.misses, strict=True)),
             recent=tuple(books.recent),
+            tiers=self._tier_stats(),
         )
 
     def check_invariants(self) -> None:
@@ -193,13 +231,16 @@ class Scheduler:
         for state in self._waiting:
             assert not state.blocks.blocks, f"{state.request_id} waits, yet holds blocks"
             assert not state.computed, f"{state.request_id} waits, yet {state.computed} of its tokens count as computed"
+            assert state.load is None, f"{state.request_id} waits, yet loads"
+        if self._tiers is not None:
+            self._tiers.tiering.check_invariants(state.load for state in self._running if state.load is not None)
         for state in self._running:
             assert state.pending > 0, f"{state.request_id} runs, yet all its tokens are computed"
 
     # --- one step
 
     def schedule(self, now: float) -> Step | None:
-        """The next step, or None where there is no work. `now` is time.monotonic().
+        """The next step; None where there is nothing to do, or nothing but to wait(). `now` is time.monotonic().
 
         Raises RuntimeError while the step before is not committed.
         """
@@ -207,9 +248,10 @@ class Scheduler:
             raise RuntimeError(f"step {self._in_flight.step_id} is not committed yet")
         self._make_room()
         builder = StepBuilder(self._budget)
-        decoding = [state for state in self._running if state.pending == 1]
+        running = self._running if self._tiers is None else self._tiers.ready(self._running, now)
+        decoding = [state for state in running if state.pending == 1]
+        prefilling = [state for state in running if state.pending > 1]
         if self._chunked:
-            prefilling = [state for state in self._running if state.pending > 1]
             for state in decoding:
                 builder.take(state, now)
             for state in prefilling:
@@ -218,13 +260,16 @@ class Scheduler:
             self._admit(builder, now)
         else:
             # Whole prompts first: behind the decoding ones, a prompt as long as the budget would never fit.
+            for state in prefilling:  # what a load has left of them
+                if state.pending <= builder.left:
+                    builder.take(state, now)
             self._admit(builder, now)
             for state in decoding:
                 builder.take(state, now)
-        if not builder.parts:
-            return None
-        self._steps += 1
-        self._in_flight = Step(step_id=self._steps, requests=tuple(builder.parts), copies=tuple(builder.copies))
+        if self._tiers is not None:
+            self._tiers.collect(self._running, builder, now)
+        self._in_flight = builder.step(self._steps + 1)
+        self._steps += self._in_flight is not None
         return self._in_flight
 
     def commit(self, step: Step, result: StepResult, now: float) -> tuple[RequestOutput, ...]:
@@ -237,6 +282,9 @@ class Scheduler:
             raise RuntimeError(f"commit of step {step.step_id} with the result of step {result.step_id}: not awaited")
         self._in_flight = None
         outputs: list[RequestOutput] = []
+        for state in () if self._tiers is None else self._tiers.commit(step, result, now):
+            if state.aborted:
+                self._drop(state)
         for part in step.requests:
             state = self._states[part.request_id]
             state.computed += len(part.token_ids)
@@ -253,8 +301,11 @@ class Scheduler:
         if step is not self._in_flight:
             raise RuntimeError(f"discard of step {step.step_id}: not awaited")
         self._in_flight = None
-        for part in step.requests:
-            self._drop(self._states[part.request_id])
+        lost = [self._states[part.request_id] for part in step.requests]
+        if self._tiers is not None:
+            lost += self._tiers.discard()
+        for state in lost:
+            self._drop(state)
 
     def _make_room(self) -> None:
         """Gives every running request blocks for its known tokens, preempting from the end where there are none."""
@@ -297,8 +348,14 @@ class Scheduler:
                 # One that goes before it is computing just this block: when that is committed, it is a hit.
                 skipped += 1
                 continue
-            fitting = self.kv.fitting(match, len(state.tokens))
-            if fitting is None or (not self._chunked and len(state.tokens) - fitting.num_tokens > builder.left):
+            below = [] if self._tiers is None else self._tiers.probe(state, match)
+            # A load goes on with whole blocks where the copy would have gone on inside one.
+            fitting = self.kv.fitting(match.without_copy() if below else match, len(state.tokens))
+            if fitting is None:
+                return
+            if self._tiers is not None and below:
+                self._tiers.begin(state, below, fitting, now)
+            elif not self._chunked and len(state.tokens) - fitting.num_tokens > builder.left:
                 return
             copies = self.kv.admit(state.blocks, fitting, len(state.tokens))
             assert copies is not None, "a match that fits was refused"
@@ -306,8 +363,9 @@ class Scheduler:
             insort(self._running, state, key=rank_of)
             builder.copies += copies
             state.computed = fitting.num_tokens
-            self._books.admitted(state, match, fitting)
-            builder.take(state, now)
+            if state.load is None:
+                self._books.admitted(state, match, fitting)
+                builder.take(state, now)
 
     def _append(self, state: RequestState, token: TokenId, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """Adds a sampled token, and ends the request where that was the last."""
@@ -336,6 +394,8 @@ class Scheduler:
         )
 
     def _preempt(self, state: RequestState) -> None:
+        if self._tiers is not None:
+            self._tiers.cancel(state)
         self.kv.release(state.blocks, state.tokens, state.computed)
         state.computed = 0
         self._preemptions += 1
@@ -344,6 +404,8 @@ class Scheduler:
 
     def _drop(self, state: RequestState) -> None:
         """Forgets a request; its blocks are free, or cached."""
+        if self._tiers is not None:
+            self._tiers.cancel(state)
         self.kv.release(state.blocks, state.tokens, state.computed)
         del self._states[state.request_id]
         if not remove(self._running, state):

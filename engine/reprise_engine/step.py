@@ -20,6 +20,8 @@ from reprise_engine.request import RequestId, SamplingParams, TokenId, TokenLogp
 
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
+SlotId = NewType("SlotId", int)
+"""A slot of host memory: room for the KV of one block, in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,22 @@ class BlockCopy:
     """Copy the whole of block `source` onto block `target`, in every layer, keys and values."""
 
     source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStore:
+    """Copy the whole of block `source` into the host's `slot`."""
+
+    source: BlockId
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Copy the host's `slot` onto the whole of block `target`."""
+
+    slot: SlotId
     target: BlockId
 
 
@@ -53,11 +71,17 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward pass. `copies` run in order, before the forward; their sources stay referenced until commit."""
+    """One forward pass. Before it run, in this order: `stores`, `loads`, `copies`, each in its own order.
+
+    A store's source may be rewritten by what comes after it; a copy's source stays referenced until commit, a slot that
+    is loaded stays held until then. Without `requests` there is no forward.
+    """
 
     step_id: int
     requests: tuple[ScheduledRequest, ...]
     copies: tuple[BlockCopy, ...] = ()
+    stores: tuple[BlockStore, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -66,8 +90,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The sampled token of every request whose part had `samples`; logprobs where its sampling asked for them."""
+    """The sampled token of every request whose part had `samples`; logprobs where its sampling asked for them.
+
+    `transfer_seconds` is what the step's stores and loads took.
+    """
 
     step_id: int
     sampled: Mapping[RequestId, TokenId]
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    transfer_seconds: float = 0.0

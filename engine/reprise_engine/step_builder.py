@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from reprise_engine.request import TokenId
 from reprise_engine.request_state import RequestState
-from reprise_engine.step import BlockCopy, ScheduledRequest
+from reprise_engine.step import BlockCopy, BlockLoad, BlockStore, ScheduledRequest, Step
 
 
 class StepBuilder:
-    """The parts and copies of a step that is being made; `left` is what its budget of tokens still allows."""
+    """What a step that is being made will do; `left` is what its budget of tokens still allows."""
 
     def __init__(self, budget: int) -> None:
         self.left = budget
         self.parts: list[ScheduledRequest] = []
         self.copies: list[BlockCopy] = []
+        self.stores: list[BlockStore] = []
+        self.loads: list[BlockLoad] = []
+
+    def step(self, step_id: int) -> Step | None:
+        """The step; None where it would do nothing."""
+        if not (self.parts or self.copies or self.stores or self.loads):
+            return None
+        return Step(
+            step_id=step_id,
+            requests=tuple(self.parts),
+            copies=tuple(self.copies),
+            stores=tuple(self.stores),
+            loads=tuple(self.loads),
+        )
 
     def take(self, state: RequestState, now: float) -> None:
         """Schedules as many pending tokens of `state` as the budget still allows; none is fine."""

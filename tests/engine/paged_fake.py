@@ -8,13 +8,18 @@ stale one, a missing copy or a slot written twice changes the output, and `expec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from reprise_engine.config import SchedulerConfig
+from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
+from reprise_engine.kv.tiering import DiskCounters, DiskDone, Tiering
 from reprise_engine.loop import EngineCore
 from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams, TokenId
 from reprise_engine.scheduler import Scheduler
-from reprise_engine.step import BlockId, Step, StepResult
+from reprise_engine.step import BlockId, SlotId, Step, StepResult
+from reprise_engine.tiers.host import HostSlots, TierBlock
+from reprise_engine.tiers.keys import BlockKey
 
 MODULUS = 1_000_003
 VOCABULARY = 50
@@ -57,12 +62,17 @@ def expected_output(
             return output, FinishReason.LENGTH
 
 
-class PagedFakeRunner:
-    """Keeps one number a slot; None where nothing was ever written."""
+Content = tuple[int | None, ...]
+"""Of a block, in whatever tier."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+
+class PagedFakeRunner:
+    """Keeps one number a slot; None where nothing was ever written. `host` is the memory of the host tier."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
         self.block_size = block_size
         self.pool: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[Content] = [()] * num_slots
         self.steps: list[Step] = []
 
     def read(self, table: Sequence[BlockId], length: int) -> list[int]:
@@ -75,6 +85,10 @@ class PagedFakeRunner:
 
     def run(self, step: Step) -> StepResult:
         self.steps.append(step)
+        for store in step.stores:
+            self.host[store.slot] = tuple(self.pool[store.source])
+        for load in step.loads:
+            self.pool[load.target] = list(self.host[load.slot])
         for copy in step.copies:
             self.pool[copy.target] = list(self.pool[copy.source])
         written: set[tuple[BlockId, int]] = set()
@@ -97,6 +111,77 @@ class PagedFakeRunner:
         return StepResult(step_id=step.step_id, sampled=sampled)
 
 
+@dataclass(slots=True, eq=False)
+class FakeDisk:
+    """A DiskTier whose every operation ends when the test says so, well or not; the records outlive an engine."""
+
+    records: dict[BlockKey, tuple[TierBlock, Content]] = field(default_factory=dict)
+    host: list[Content] = field(default_factory=list)
+    """The runner's."""
+    pending: list[tuple[DiskDone, TierBlock, Content]] = field(default_factory=list)
+    """What was asked for and has not ended; of a write, with what the slot held then."""
+    done: list[DiskDone] = field(default_factory=list)
+    capacity: int = 1_000
+    instant: bool = True
+    """Operations end at once."""
+    broken: bool = False
+    """Operations that end by themselves fail."""
+    failures: int = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self.records
+
+    def read(self, slot: SlotId, block: TierBlock) -> None:
+        self._ask(DiskDone(slot, is_read=True, good=True), block, ())
+
+    def write(self, slot: SlotId, block: TierBlock) -> None:
+        self._ask(DiskDone(slot, is_read=False, good=True), block, self.host[slot])
+
+    def _ask(self, done: DiskDone, block: TierBlock, content: Content) -> None:
+        self.pending.append((done, block, content))
+        if self.instant:
+            self.end(0, good=not self.broken)
+
+    def end(self, place: int, *, good: bool = True) -> None:
+        """The operation at this place of `pending` ends; where it fails its record is dropped, its slot torn."""
+        done, block, content = self.pending.pop(place)
+        if done.is_read:
+            known, content = self.records.get(block.key, (None, ()))
+            good = good and known == block
+            self.host[done.slot] = content if good else (-1,) * len(content)
+            if not good:
+                self.records.pop(block.key, None)
+        else:
+            assert self.host[done.slot] == content, "a slot was rewritten while it was being written to the disk"
+            if good:
+                while len(self.records) >= self.capacity:
+                    del self.records[next(iter(self.records))]
+                self.records[block.key] = block, content
+        self.failures += not good
+        self.done.append(replace(done, good=good))
+
+    def completed(self) -> list[DiskDone]:
+        ended, self.done = self.done, []
+        return ended
+
+    def wait(self, seconds: float) -> None:
+        """Nothing ends by waiting."""
+
+    def clear(self) -> int:
+        for done, _, _ in [one for one in self.pending if not one[0].is_read]:
+            self.done.append(replace(done, good=False))
+        self.pending = [one for one in self.pending if one[0].is_read]
+        cleared = len(self.records)
+        self.records.clear()
+        return cleared
+
+    def counters(self) -> DiskCounters:
+        return DiskCounters(records=len(self.records), failures=self.failures)
+
+    def close(self, seconds: float) -> None:
+        self.pending.clear()
+
+
 class World:
     """A scheduler with a fake runner behind it, checked after every step."""
 
@@ -111,7 +196,23 @@ class World:
         enable_chunked_prefill: bool = True,
         max_model_len: int = 64,
         pin_budget: int = 0,
+        host_slots: int = 0,
+        disk: FakeDisk | None = None,
+        keeps_evicted: bool = True,
+        hasher: BlockHasher = sha256_block_hash,
     ) -> None:
+        """`host_slots` above 0 make a host tier; without `keeps_evicted` they only pass blocks to `disk` and back."""
+        self.disk = disk
+        tiering = None
+        if host_slots:
+            tiering = Tiering(
+                HostSlots(host_slots),
+                disk,
+                keeps_evicted=keeps_evicted,
+                block_size=block_size,
+                bytes_per_block=block_size * 8,
+                names_are_keys=hasher is sha256_block_hash,
+            )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -124,9 +225,13 @@ class World:
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             max_model_len=max_model_len,
+            hasher=hasher,
             pin_budget=pin_budget,
+            tiering=tiering,
         )
-        self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size)
+        self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size, num_slots=host_slots)
+        if disk is not None:
+            disk.host = self.runner.host
         self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now)
         self.now = 100.0
         self.outputs: dict[RequestId, list[RequestOutput]] = {}
@@ -181,12 +286,34 @@ class World:
         return step
 
     def drain(self, limit: int = 5_000) -> int:
-        """Runs until there is no work; returns the steps taken. An engine that never ends fails here."""
+        """Runs until there is no work; returns the steps taken. An engine that never ends fails here.
+
+        The disk ends what it was told to do, well.
+        """
         for taken in range(limit):
             if not self.scheduler.has_work():
                 return taken
-            self.step()
+            step = self.schedule()
+            if step is not None:
+                self.commit(step)
+            else:
+                assert self.disk is not None, "there was nothing to do"
+                assert self.disk.pending or self.disk.done, "there was nothing to do, and nothing to wait for"
+                while self.disk.pending:
+                    self.disk.end(0)
         raise AssertionError(f"still at work after {limit} steps")
+
+    def settle(self, limit: int = 5_000) -> None:
+        """Carries down all that is to go to the disk."""
+        for _ in range(limit):
+            if not self.scheduler.has_background_work():
+                return
+            step = self.schedule()
+            if step is not None:
+                self.commit(step)
+            while self.disk is not None and self.disk.pending:
+                self.disk.end(0)
+        raise AssertionError(f"still carrying blocks down after {limit} steps")
 
     def run(self, prompt: Sequence[TokenId], *, max_tokens: int = 1, salt: str | None = None) -> RequestId:
         request_id = self.add(prompt, max_tokens=max_tokens, salt=salt)
@@ -219,5 +346,8 @@ class World:
             for position in range(part.start, end):
                 block = part.block_table[position // size]
                 assert self.scheduler.kv.index.node(block) is None, f"block {block} is shared, and would be rewritten"
+        for load in step.loads:
+            assert self.scheduler.kv.index.node(load.target) is None, f"block {load.target} is shared, and loaded into"
+            assert self.scheduler.kv.pool.references(load.target) == 1
         for copy in step.copies:
             assert self.scheduler.kv.pool.references(copy.source) >= 1

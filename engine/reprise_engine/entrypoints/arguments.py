@@ -16,6 +16,7 @@ from typing import Any, NoReturn, cast, get_args
 
 from reprise_engine.config import (
     DEFAULT_BATCHED_TOKENS,
+    DEFAULT_DISK_SIZE,
     DEFAULT_MEMORY_UTILIZATION,
     DEFAULT_PIN_BUDGET,
     CacheConfig,
@@ -104,6 +105,17 @@ def number_with_suffix(text: str) -> int:
     if not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(value)
+
+
+def size(text: str) -> int:
+    """Bytes: 4GiB, 512MiB, 1.5TiB, or as number_with_suffix. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])iB", text.strip())
+    if match is None:
+        try:
+            return number_with_suffix(text)
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GiB, 512MiB or 4294967296") from None
+    return int(float(match[1]) * 2 ** (10 * (1 + "KMGT".index(match[2]))))
 
 
 def _model_length(text: str) -> int | None:
@@ -203,6 +215,22 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         metavar="SHARE|BLOCKS",
         help=f"what may be pinned: a share such as 0.25 or 25%%, or a number of blocks ({DEFAULT_PIN_BUDGET}); one "
         "sequence of --max-model-len always fits beside it",
+    )
+    cache.add_argument(
+        "--prefix-cache-host-memory",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="host memory for blocks that the pool has no room for, such as 4GiB (0: none)",
+    )
+    cache.add_argument(
+        "--prefix-cache-dir", type=Path, metavar="DIR", help="folder where blocks outlive the server (none)"
+    )
+    cache.add_argument(
+        "--prefix-cache-disk-size",
+        type=size,
+        metavar="SIZE",
+        help=f"what that folder may hold ({DEFAULT_DISK_SIZE // 2**30}GiB)",
     )
     cache.add_argument(
         "--prefix-cache-isolation",
@@ -312,6 +340,9 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
                 kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
                 prefix_caching_hash_algo=parsed.prefix_caching_hash_algo,
                 prefix_cache_pin_budget=parsed.prefix_cache_pin_budget,
+                prefix_cache_host_memory=parsed.prefix_cache_host_memory,
+                prefix_cache_dir=parsed.prefix_cache_dir,
+                prefix_cache_disk_size=parsed.prefix_cache_disk_size,
             ),
             scheduler=_scheduler(parsed),
             device=parsed.device,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypedDict
 
 from rich.console import Console
@@ -115,6 +116,9 @@ class LLM:
         gpu_memory_utilization: float = DEFAULT_MEMORY_UTILIZATION,
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int | None = None,
+        prefix_cache_host_memory: int = 0,
+        prefix_cache_dir: str | Path | None = None,
+        prefix_cache_disk_size: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         enable_chunked_prefill: bool = True,
@@ -122,7 +126,7 @@ class LLM:
     ) -> None:
         """Loads the model. Raises ConfigError, ModelError or InsufficientMemory.
 
-        With `skip_tokenizer_init` prompts are token ids and completions have no text.
+        `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids and completions have no text.
         """
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
@@ -144,6 +148,9 @@ class LLM:
                     gpu_memory_utilization=gpu_memory_utilization,
                     num_gpu_blocks_override=num_gpu_blocks_override,
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
+                    prefix_cache_host_memory=prefix_cache_host_memory,
+                    prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
+                    prefix_cache_disk_size=prefix_cache_disk_size,
                 ),
                 scheduler=SchedulerConfig(
                     max_num_seqs=max_num_seqs,
@@ -173,7 +180,15 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False where some were still in use."""
         success, _ = self._core.reset_prefix_cache()
+        self._core.reset_tiers()
         return success
+
+    def close(self) -> None:
+        """Writes what the cache still has for `prefix_cache_dir`, for some seconds, and ends its threads.
+
+        Without it the next process finds only what was written so far. Nothing can be generated afterwards.
+        """
+        self._core.close()
 
     def generate(
         self,

@@ -42,6 +42,7 @@ from reprise_engine.kv.misses import EvictedBlocks, why_it_ended
 from reprise_engine.kv.pins import Pins
 from reprise_engine.kv.prefix_index import Node, PrefixIndex
 from reprise_engine.kv.sequence import NO_MATCH, Match, NextBlock, SequenceBlocks
+from reprise_engine.kv.tiering import Tiering
 from reprise_engine.request import TokenId
 from reprise_engine.step import BlockCopy, BlockId
 
@@ -60,8 +61,10 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         hasher: BlockHasher = sha256_block_hash,
         pin_budget: int = 0,
+        tiering: Tiering | None = None,
     ) -> None:
         self.block_size = block_size
+        self.tiering = tiering
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evicted_blocks = 0
         self._evicted = EvictedBlocks(min(4 * num_blocks, _MOST_EVICTED))
@@ -162,6 +165,18 @@ class KVCacheManager:
         sequence.indexed = len(match.shared)
         sequence.tip = match.shared[-1] if match.shared else None
         return copies
+
+    def reused(self, sequence: SequenceBlocks, num_tokens: int) -> Match:
+        """All that an admitted sequence reuses, where its first `num_tokens` tokens were loaded into its blocks.
+
+        Nothing in the index goes on from there: what was missing in it had no children.
+        """
+        shared: list[Node] = []
+        node = sequence.tip
+        while node is not None:
+            shared.append(node)
+            node = node.parent
+        return Match(shared=tuple(reversed(shared)), num_tokens=num_tokens)
 
     def next_block(self, sequence: SequenceBlocks, match: Match | None = None) -> NextBlock | None:
         """The first full block of known tokens that the sequence misses in the index.
@@ -265,6 +280,8 @@ class KVCacheManager:
             assert node is not None, f"block {block} is cached, yet not in the index"
             self._evicted.add(node)
             self.index.remove(block)
+            if self.tiering is not None:
+                self.tiering.evicted(node)
         self.num_evicted_blocks += len(evicted)
         return blocks
 
@@ -285,6 +302,8 @@ class KVCacheManager:
             if node.block == own:
                 self.pool.mark_indexed(own)
                 self._drop_superseded(node)
+                if self.tiering is not None:
+                    self.tiering.entered(node)
             elif sequence.reads_cache:
                 self.pool.acquire((node.block,))
                 blocks[i] = node.block

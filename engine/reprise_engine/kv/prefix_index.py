@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from reprise_engine.kv.hashing import TOKEN_BYTES, BlockHasher, ExtraKeys, TokenBytes, sha256_block_hash
 from reprise_engine.step import BlockHash, BlockId
+from reprise_engine.tiers.keys import BlockKey
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -41,6 +42,8 @@ class Node(Branch):
     block: BlockId
     block_hash: BlockHash | None
     """None of a tail."""
+    tier_key: BlockKey | None = None
+    """The tiers' name of it, where that is another one and was needed."""
 
     @property
     def num_tokens(self) -> int:

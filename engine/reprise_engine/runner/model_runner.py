@@ -1,6 +1,8 @@
-"""Runs a Step: copies, forward pass, sampling. Knows nothing of requests beyond the step it is given."""
+"""Runs a Step: stores, loads, copies, forward pass, sampling. Knows nothing of requests beyond the step it is given."""
 
 from __future__ import annotations
+
+from time import perf_counter
 
 import torch
 
@@ -8,6 +10,7 @@ from reprise_engine.attention.base import AttentionBackend, LayerKV
 from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.runner.batch import Batch, build_batch
+from reprise_engine.runner.transfer import KVTransfer
 from reprise_engine.sampler import sample
 from reprise_engine.step import Step, StepResult
 
@@ -22,21 +25,28 @@ class ModelRunner:
         kv: tuple[LayerKV, ...],
         *,
         seed: int,
+        transfer: KVTransfer | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._kv = kv
         self._seed = seed
+        self._transfer = transfer
         self._num_blocks, self._block_size = kv[0].key_BSKH.shape[:2]
 
     def run(self, step: Step) -> StepResult:
         """One forward pass over the step's tokens. Raises ValueError for a step that does not fit its blocks."""
+        if not step.requests:
+            seconds = self._transfer_blocks(step)
+            self._copy_blocks(step)
+            return StepResult(step_id=step.step_id, sampled={}, transfer_seconds=seconds)
         batch = build_batch(step, block_size=self._block_size, num_blocks=self._num_blocks, device=self._model.device)
+        transfer_seconds = self._transfer_blocks(step)
         with torch.inference_mode():
             self._copy_blocks(step)
             logits_RV = self._forward(batch)
             if not batch.sampling:
-                return StepResult(step_id=step.step_id, sampled={})
+                return StepResult(step_id=step.step_id, sampled={}, transfer_seconds=transfer_seconds)
             choices = sample(logits_RV, batch.sampling, engine_seed=self._seed)
         request_ids = [request.request_id for request in batch.sampling]
         return StepResult(
@@ -47,14 +57,32 @@ class ModelRunner:
                 for request_id, choice in zip(request_ids, choices, strict=True)
                 if choice.logprobs is not None
             },
+            transfer_seconds=transfer_seconds,
         )
 
     def logits(self, step: Step) -> torch.Tensor:
         """The float32 logits (R, V) of the requests that sample, instead of their tokens. Writes KV like `run`."""
         batch = build_batch(step, block_size=self._block_size, num_blocks=self._num_blocks, device=self._model.device)
+        self._transfer_blocks(step)
         with torch.inference_mode():
             self._copy_blocks(step)
             return self._forward(batch)
+
+    def _transfer_blocks(self, step: Step) -> float:
+        """Returns the seconds that it took."""
+        if not step.stores and not step.loads:
+            return 0.0
+        if self._transfer is None:
+            raise ValueError(f"step {step.step_id} moves blocks to or from host memory, but there is none")
+        begun = perf_counter()
+        for block in (*(store.source for store in step.stores), *(load.target for load in step.loads)):
+            if not 0 <= block < self._num_blocks:
+                raise ValueError(
+                    f"block {block} of step {step.step_id} is outside the pool of {self._num_blocks} blocks"
+                )
+        self._transfer.store(step.stores)
+        self._transfer.load(step.loads)
+        return perf_counter() - begun
 
     def _copy_blocks(self, step: Step) -> None:
         if not step.copies:

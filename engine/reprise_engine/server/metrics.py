@@ -15,6 +15,7 @@ from reprise_engine.cache_report import MissReason
 from reprise_engine.config import ResolvedConfig
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import FinishReason, RequestTimes
+from reprise_engine.server.tier_metrics import TierMetrics
 
 LABELS = ("model_name", "engine")
 ENGINE_INDEX = "0"
@@ -78,6 +79,7 @@ class Metrics:
             registry=self.registry,
         )
         self._misses = [misses.labels(*self._values, reason.value) for reason in MissReason]
+        self._tiers = TierMetrics(self.registry, self._values)
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._prompt_cached = self._counter("vllm:prompt_tokens_cached", "Those of them that were cached.")
         self._generated = self._counter("vllm:generation_tokens", "Tokens generated.")
@@ -143,6 +145,7 @@ class Metrics:
             counter.inc(now - before)
         self._preemptions.inc(stats.num_preemptions - told.num_preemptions)
         self._evictions.inc(stats.num_evicted_blocks - told.num_evicted_blocks)
+        self._tiers.engine_stats(stats.tiers)
 
     def first_token(self, *, prompt_tokens: int, cached_tokens: int, times: RequestTimes | None) -> None:
         """Once a sequence. `times` are seconds of time.monotonic()."""

@@ -4,7 +4,7 @@ Behind the API key; without one configured, refused with 403. Who has no key may
 have sent, and what is kept for them, is nothing for everybody who reaches the port.
 
     GET    /v1/admin/prefix_cache                what is in it; of the last requests, where the match ended and why
-    POST   /v1/admin/prefix_cache/reset          {"include_pins": false} → {"success", "freed_blocks"}
+    POST   /v1/admin/prefix_cache/reset          {"include_pins": false} → {"success", "freed_blocks", …}
     POST   /v1/admin/prefix_cache/pins           PinBody → what is pinned
     DELETE /v1/admin/prefix_cache/pins/{name}    what it held stays cached, and may be evicted again
 """
@@ -48,7 +48,7 @@ async def reset(model: Model, body: ResetBody | None = None) -> dict[str, Any]:
     """`success` is false where requests still use blocks: those stay, and so do pinned ones unless included."""
     include_pins = body is not None and body.include_pins
     result = await model.engine.reset_prefix_cache(include_pins=include_pins)
-    return {"success": result.success, "freed_blocks": result.freed_blocks}
+    return result.as_json()
 
 
 @router.post("/pins")

@@ -42,7 +42,7 @@ async def load(state: State) -> dict[str, int]:
 async def reset_prefix_cache(model: Model) -> dict[str, Any]:
     """Forget what is cached. `success` is false where requests still use blocks: those stay."""
     result = await model.engine.reset_prefix_cache()
-    return {"success": result.success, "freed_blocks": result.freed_blocks}
+    return result.as_json()
 
 
 @router.get("/metrics")

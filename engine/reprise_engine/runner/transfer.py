@@ -1,0 +1,103 @@
+"""Copies blocks between the pool and slots of host memory, and gives the disk's threads their bytes.
+
+Layout of a slot, whatever the device: the block of layer 0, its keys (S, K, H) and then its values, layer 1, …, without
+gaps. Axis letters are those of `attention/base.py`; Q slots, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from reprise_engine.attention.base import LayerKV
+from reprise_engine.step import BlockLoad, BlockStore, SlotId
+
+
+class KVTransfer(Protocol):
+    """Owns the slots' memory. When store() and load() return, later operations of the step may touch their operands."""
+
+    def store(self, stores: Sequence[BlockStore]) -> None:
+        """Block → slot. The bytes are in the slot when it returns."""
+        ...
+
+    def load(self, loads: Sequence[BlockLoad]) -> None:
+        """Slot → block, before anything that the device is told later. The slot is free when the step has run."""
+        ...
+
+    def view(self, slot: SlotId) -> memoryview:
+        """The bytes of a slot, writable. For the disk's threads, while nobody stores into it or loads it."""
+        ...
+
+
+class CPUTransfer:
+    """The pool is host memory as well: numpy copies, several times as fast to start as torch's for pieces so small."""
+
+    def __init__(self, kv: Sequence[LayerKV], *, num_slots: int) -> None:
+        """The slots' pages are only taken from the machine when they are first written."""
+        self._keys_BX = [_bytes_of_blocks(layer.key_BSKH) for layer in kv]
+        self._values_BX = [_bytes_of_blocks(layer.value_BSKH) for layer in kv]
+        self._slots_QL2X = np.zeros((num_slots, len(kv), 2, self._keys_BX[0].shape[1]), dtype=np.uint8)
+
+    def store(self, stores: Sequence[BlockStore]) -> None:
+        for store in stores:
+            slot_L2X, block = self._slots_QL2X[store.slot], store.source
+            for slot_2X, keys_BX, values_BX in zip(slot_L2X, self._keys_BX, self._values_BX, strict=True):
+                slot_2X[0] = keys_BX[block]
+                slot_2X[1] = values_BX[block]
+
+    def load(self, loads: Sequence[BlockLoad]) -> None:
+        for load in loads:
+            slot_L2X, block = self._slots_QL2X[load.slot], load.target
+            for slot_2X, keys_BX, values_BX in zip(slot_L2X, self._keys_BX, self._values_BX, strict=True):
+                keys_BX[block] = slot_2X[0]
+                values_BX[block] = slot_2X[1]
+
+    def view(self, slot: SlotId) -> memoryview:
+        return memoryview(self._slots_QL2X[slot].reshape(-1))
+
+
+class DeviceTransfer:
+    """Through pinned memory, by the device's own copies: they run in the order of its stream.
+
+    Works on every device; on a CPU it is the slower one, and tested there.
+    """
+
+    def __init__(self, kv: Sequence[LayerKV], *, num_slots: int, pinned: bool) -> None:
+        keys_BSKH = kv[0].key_BSKH
+        self._kv = kv
+        self._device = keys_BSKH.device
+        shape = (num_slots, len(kv), 2, *keys_BSKH.shape[1:])
+        self._slots_QL2SKH = torch.empty(shape, dtype=keys_BSKH.dtype, pin_memory=pinned)
+        self._bytes_QX = self._slots_QL2SKH.view(torch.uint8).numpy().reshape(num_slots, -1)
+
+    def store(self, stores: Sequence[BlockStore]) -> None:
+        for store in stores:
+            for layer, slot_2SKH in zip(self._kv, self._slots_QL2SKH[store.slot], strict=True):
+                slot_2SKH[0].copy_(layer.key_BSKH[store.source], non_blocking=True)
+                slot_2SKH[1].copy_(layer.value_BSKH[store.source], non_blocking=True)
+        if stores and self._device.type == "npu":
+            torch.npu.synchronize(self._device)  # type: ignore[attr-defined]  # of torch_npu
+
+    def load(self, loads: Sequence[BlockLoad]) -> None:
+        for load in loads:
+            for layer, slot_2SKH in zip(self._kv, self._slots_QL2SKH[load.slot], strict=True):
+                layer.key_BSKH[load.target].copy_(slot_2SKH[0], non_blocking=True)
+                layer.value_BSKH[load.target].copy_(slot_2SKH[1], non_blocking=True)
+
+    def view(self, slot: SlotId) -> memoryview:
+        return memoryview(self._bytes_QX[slot])
+
+
+def create_transfer(kv: Sequence[LayerKV], *, num_slots: int) -> KVTransfer:
+    """For the device that the pool is on."""
+    if kv[0].key_BSKH.device.type == "cpu":
+        return CPUTransfer(kv, num_slots=num_slots)
+    return DeviceTransfer(kv, num_slots=num_slots, pinned=True)
+
+
+def _bytes_of_blocks(pool_BSKH: torch.Tensor) -> np.ndarray:
+    """The same memory as (B, X): X bytes a block."""
+    return pool_BSKH.reshape(pool_BSKH.shape[0], -1).view(torch.uint8).numpy()

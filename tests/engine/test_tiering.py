@@ -1,0 +1,178 @@
+"""The tiers below the pool, as stories of a few blocks: what goes down, what comes up, and who waits for it."""
+
+from __future__ import annotations
+
+from reprise_engine.cache_report import Tier
+from reprise_engine.kv.hash_algorithms import xxhash_block_hash
+from tests.engine.paged_fake import FakeDisk, World
+
+FIRST = tuple(range(1, 13))  # three blocks of four
+OTHER = tuple(range(20, 39))  # five, the last one unfinished: a whole pool
+
+
+def tiered(*, num_blocks: int = 5, host_slots: int = 16, **options: object) -> World:
+    return World(num_blocks=num_blocks, host_slots=host_slots, **options)  # type: ignore[arg-type]
+
+
+def below(world: World, request_id: str) -> dict[str, int]:
+    """Of the prompt's cached tokens, how many each tier gave."""
+    explanation = next(one for name, one in world.scheduler.inspect_prefix_cache().recent if name == request_id)
+    return {tier.value: tokens for tier, tokens in explanation.tier_tokens}
+
+
+def test_an_evicted_prefix_comes_up_from_host_memory() -> None:
+    world = tiered()
+    world.run(FIRST)
+    world.run(OTHER)
+    assert len(world.scheduler.kv.index) == 5
+    again = world.run((*FIRST, 13, 14))
+    world.check_finished(again)
+    assert world.cached(again) == 12
+    assert below(world, again) == {"host": 12}
+    [host] = world.scheduler.stats().tiers
+    assert (host.tier, host.hit_tokens, host.query_tokens) == (Tier.HOST, 12, 12 + 19 + 14)
+
+
+def test_a_whole_prompt_comes_up_but_for_its_last_token() -> None:
+    world = tiered()
+    first = world.run(FIRST)
+    world.run(OTHER)
+    again = world.run(FIRST)
+    world.check_finished(again)
+    assert world.tokens(again) == world.tokens(first)
+    assert (world.cached(again), below(world, again)) == (11, {"host": 11})
+
+
+def test_a_prefix_survives_on_the_disk() -> None:
+    disk = FakeDisk()
+    before = tiered(disk=disk, host_slots=2, keeps_evicted=False)
+    first = before.run(FIRST, max_tokens=5)
+    before.settle()
+    # The last token was not computed: 16 of 17 are four whole blocks, the answer's among them.
+    assert len(disk.records) == 4
+    world = tiered(disk=FakeDisk(records=disk.records), host_slots=2, keeps_evicted=False)
+    answer = tuple(before.tokens(first))
+    again = world.run((*FIRST, *answer))
+    world.check_finished(again)
+    assert (world.cached(again), below(world, again)) == (16, {"host": 0, "disk": 16})
+    assert world.run((*FIRST, *answer[:2], 40), salt="other")
+    assert world.cached(world.run(FIRST, salt="another")) == 0
+
+
+def test_others_run_while_a_load_waits_for_the_disk_and_twins_wait_for_it() -> None:
+    disk = FakeDisk()
+    before = tiered(disk=disk)
+    before.run(FIRST)
+    before.settle()
+    slow = FakeDisk(records=disk.records, instant=False)
+    world = tiered(disk=slow, num_blocks=16)
+    loading = world.add((*FIRST, 13))
+    twin = world.add((*FIRST, 14))
+    other = world.add((30, 31, 32), max_tokens=4)
+    step = world.step()
+    assert {part.request_id for part in step.requests} == {other}
+    stats = world.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 2)
+    world.step()
+    slow.end(0)
+    assert len(world.step().loads) == 1
+    while slow.pending:
+        slow.end(0)
+    world.drain()
+    for request_id in (loading, twin, other):
+        world.check_finished(request_id)
+    assert (world.cached(loading), world.cached(twin)) == (12, 12)
+    assert (below(world, loading), below(world, twin)) == ({"host": 0, "disk": 12}, {"host": 0, "disk": 0})
+
+
+def test_a_damaged_record_ends_the_load_and_the_rest_is_computed() -> None:
+    disk = FakeDisk()
+    before = tiered(disk=disk)
+    before.run(FIRST)
+    before.settle()
+    slow = FakeDisk(records=disk.records, instant=False)
+    world = tiered(disk=slow)
+    again = world.add((*FIRST, 13))
+    assert world.schedule() is None
+    assert len(slow.pending) == 3
+    slow.end(0)
+    slow.end(0, good=False)
+    slow.end(0)
+    world.drain()
+    world.check_finished(again)
+    assert (world.cached(again), below(world, again)) == (4, {"host": 0, "disk": 4})
+
+
+def test_an_abort_while_loading_gives_everything_back() -> None:
+    disk = FakeDisk()
+    before = tiered(disk=disk)
+    before.run(FIRST)
+    before.settle()
+    slow = FakeDisk(records=disk.records, instant=False)
+    world = tiered(disk=slow)
+    request_id = world.add((*FIRST, 13))
+    assert world.schedule() is None
+    assert len(world.scheduler.abort([request_id])) == 1
+    world.scheduler.check_invariants()
+    assert not world.scheduler.has_work()
+    assert world.scheduler.kv.pool.num_active == 0
+    while slow.pending:
+        slow.end(0)
+    assert world.schedule() is None
+    world.scheduler.check_invariants()
+    assert world.scheduler.kv.tiering is not None
+    assert world.scheduler.kv.tiering.slots.num_idle == 16
+
+
+def test_a_disk_that_hangs_is_waited_for_only_so_long() -> None:
+    disk = FakeDisk()
+    before = tiered(disk=disk)
+    before.run(FIRST)
+    before.settle()
+    world = tiered(disk=FakeDisk(records=disk.records, instant=False))
+    request_id = world.add((*FIRST, 13))
+    assert world.schedule() is None
+    world.now += 11
+    step = world.schedule()
+    assert step is not None
+    assert step.num_tokens == 13
+    world.commit(step)
+    world.check_finished(request_id)
+    assert world.cached(request_id) == 0
+
+
+def test_names_of_another_algorithm_are_no_keys() -> None:
+    disk = FakeDisk()
+    before = tiered(disk=disk, hasher=xxhash_block_hash)
+    before.run(FIRST, salt="s")
+    before.settle()
+    assert {len(key) for key in disk.records} == {32}
+    world = tiered(disk=FakeDisk(records=disk.records))
+    assert world.cached(world.run((*FIRST, 13), salt="s")) == 12
+
+
+def test_a_reset_forgets_the_tiers_and_says_how_much() -> None:
+    disk = FakeDisk()
+    world = tiered(disk=disk)
+    world.run(FIRST)
+    world.run(OTHER)
+    world.settle()
+    assert world.scheduler.reset_prefix_cache() == (True, 5)
+    host, on_disk = world.scheduler.reset_tiers()
+    assert (host, on_disk) == (7, 7)
+    world.scheduler.check_invariants()
+    assert world.cached(world.run((*FIRST, 13))) == 0
+
+
+def test_a_step_that_fails_leaves_no_slot_behind() -> None:
+    world = tiered()
+    world.run(FIRST)
+    world.run(OTHER)
+    world.add((*FIRST, 13))
+    step = world.schedule()
+    assert step is not None
+    assert step.loads
+    world.scheduler.discard(step)
+    world.scheduler.check_invariants()
+    assert not world.scheduler.has_work()
+    assert world.cached(world.run((*FIRST, 13))) == 12
