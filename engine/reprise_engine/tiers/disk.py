@@ -21,20 +21,19 @@ books have a lock of their own, never held during I/O. Reads take neither but fo
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from reprise_engine.errors import ConfigError
 from reprise_engine.tiers.books import Books, Entry
-from reprise_engine.tiers.folder import PrivateFolder, create_file
+from reprise_engine.tiers.folder import create_file
 from reprise_engine.tiers.identity import CacheIdentity
-from reprise_engine.tiers.journal import Change, Journal
+from reprise_engine.tiers.journal import Change
 from reprise_engine.tiers.keys import BLOCK_KEY_BYTES, BlockKey
 from reprise_engine.tiers.record_files import (
     RecordName,
@@ -46,78 +45,14 @@ from reprise_engine.tiers.record_files import (
     scan_records,
 )
 from reprise_engine.tiers.records import Found, read_record, record_head, record_size, smallest_record, write_record
-from reprise_engine.tiers.writers import Writer
-
-logger = logging.getLogger(__name__)
+from reprise_engine.tiers.session import open_session
+from reprise_engine.tiers.stats import Counters, DiskStats
+from reprise_engine.tiers.trouble import Trouble
 
 WATCH_SECONDS = 1.0
-RETRY_SECONDS = 10.0
-DAMAGE_WARNING_SECONDS = 60.0
 TOUCH_SECONDS = 60.0
 _TIME_TOLERANCE = 1.0
 _CLEAR_BATCH = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStats:
-    """`records`, `bytes` (on the disk) and `capacity` are the folder's, all identities; the counters this process's."""
-
-    records: int
-    bytes: int
-    capacity: int
-    hits: int
-    misses: int
-    """Reads that were not served."""
-    writes: int
-    evictions: int
-    """Records that this process removed to stay within the bound."""
-    damaged: int
-    """Files that were no whole record; deleted."""
-    failures: int
-    """Reads and writes that an error of the file system ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """The folder, opened. Replaced as a whole where the folder was removed under our feet."""
-
-    folder: PrivateFolder
-    writer: Writer
-    journal: Journal
-    records: list[tuple[float, RecordName, int]]
-    """What was in it."""
-
-    def close(self) -> None:
-        self.writer.close()
-        self.journal.close()
-
-
-def _open_session(given: Path) -> _Session:
-    """Raises ConfigError."""
-    folder = PrivateFolder(given)
-    try:
-        writer = Writer(folder)
-        try:
-            journal = Journal(folder, writer)
-        except OSError:
-            writer.close()
-            raise
-        return _Session(folder, writer, journal, scan_records(folder))
-    except OSError as error:
-        raise ConfigError(
-            f"--prefix-cache-dir is {given}, which cannot be used: {error.strerror}. Give a folder on a file system "
-            f"with locks (flock) that user {os.geteuid()} may write to, or leave the flag out."
-        ) from error
-
-
-@dataclass(slots=True)
-class _Counters:
-    hits: int = 0
-    misses: int = 0
-    writes: int = 0
-    evictions: int = 0
-    damaged: int = 0
-    failures: int = 0
 
 
 class DiskStore:
@@ -139,15 +74,11 @@ class DiskStore:
         self._payload_bytes = payload_bytes
         self._identity = identity.digest()
         self._books = Books()
-        self._counters = _Counters()
-        self._counting = threading.Lock()
+        self._counters = Counters()
+        self._trouble = Trouble(folder)
         self._commit = threading.Lock()
-        self._retry_at = 0.0
-        self._failing = False
-        self._damage_warned_at = -DAMAGE_WARNING_SECONDS
         self._closed = threading.Event()
-        self._lost = False
-        self._session = _open_session(folder)
+        self._session = open_session(folder)
         self._start()
         self._watch = threading.Thread(target=self._watch_others, name="reprise-disk-store", daemon=True)
         self._watch.start()
@@ -160,18 +91,7 @@ class DiskStore:
 
     def stats(self) -> DiskStats:
         """The figures of this moment."""
-        counters = self._counters
-        return DiskStats(
-            records=len(self._books),
-            bytes=self._books.bytes,
-            capacity=self._capacity,
-            hits=counters.hits,
-            misses=counters.misses,
-            writes=counters.writes,
-            evictions=counters.evictions,
-            damaged=counters.damaged,
-            failures=counters.failures,
-        )
+        return replace(self._counters.now, records=len(self._books), bytes=self._books.bytes, capacity=self._capacity)
 
     # Reading
 
@@ -186,9 +106,9 @@ class DiskStore:
             return False
         served = self._read(key, self._head(key, parent, tokens), into.cast("B"))
         if served:
-            self._count(hits=1)
+            self._counters.add(hits=1)
         else:
-            self._count(misses=1)
+            self._counters.add(misses=1)
         return served
 
     def _read(self, key: BlockKey, head: bytes, into: memoryview) -> bool:
@@ -236,16 +156,9 @@ class DiskStore:
 
     def _discard(self, name: RecordName, *, damaged: bool) -> None:
         if damaged:
-            self._count(damaged=1)
-            now = time.monotonic()
-            if now - self._damage_warned_at >= DAMAGE_WARNING_SECONDS:
-                self._damage_warned_at = now
-                logger.warning(
-                    "A record of the disk cache was damaged and is deleted, not served: %s. %d so far. If there was no "
-                    "power loss, check the disk behind --prefix-cache-dir.",
-                    self._session.folder.path.joinpath(*record_path(name)),
-                    self._counters.damaged,
-                )
+            self._counters.add(damaged=1)
+            path = self._session.folder.path.joinpath(*record_path(name))
+            self._trouble.damaged(path, count=self._counters.now.damaged)
         try:
             with self._exclusive():
                 self._remove([name])
@@ -259,10 +172,10 @@ class DiskStore:
         if payload.nbytes != self._payload_bytes:
             raise ValueError(f"payload has {payload.nbytes} bytes, not {self._payload_bytes}")
         name = self._name(key)
-        if self._closed.is_set() or time.monotonic() < self._retry_at:
+        if self._closed.is_set() or self._trouble.is_waiting():
             return False
         try:
-            if self._lost:
+            if self._trouble.folder_lost:
                 self._reopen()
             if name in self._books and record_mtime(self._session.folder, name) is not None:
                 self._books.touch(name)
@@ -274,9 +187,7 @@ class DiskStore:
         except (OSError, ConfigError) as error:
             self._failed("write", error)
             return False
-        if self._failing:
-            self._failing = False
-            logger.info("The disk cache in %s is written to again.", self._session.folder.path)
+        self._trouble.written()
         return True
 
     def _put(self, name: RecordName, head: bytes, payload: memoryview) -> None:
@@ -296,7 +207,7 @@ class DiskStore:
                 with suppress(OSError):
                     os.unlink(temporary, dir_fd=within)
                 raise
-        self._count(writes=1)
+        self._counters.add(writes=1)
 
     def _install(self, name: RecordName, size: int, temporary: str, within: int, used: float) -> None:
         """Makes room, tells the others, and puts the file in place. The folder is locked."""
@@ -333,7 +244,7 @@ class DiskStore:
                 victims.append(name)
         finally:
             if victims:
-                self._count(evictions=len(victims))
+                self._counters.add(evictions=len(victims))
                 self._session.journal.append([Change(name, None) for name in victims])
 
     def _remove(self, names: Sequence[RecordName]) -> None:
@@ -368,7 +279,7 @@ class DiskStore:
         try:
             with self._exclusive():
                 if torn:
-                    self._count(damaged=len(torn))
+                    self._counters.add(damaged=len(torn))
                     self._remove(torn)
                 self._make_room(0)
         except OSError as error:
@@ -378,11 +289,11 @@ class DiskStore:
         """Starts anew after the folder was removed or replaced. Raises ConfigError."""
         with self._commit:
             if not self._closed.is_set():
-                session = _open_session(self._given)
+                session = open_session(self._given)
                 self._session.close()
                 self._session = session
                 self._books.replace(session.records)
-                self._lost = False
+                self._trouble.folder_lost = False
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -438,33 +349,7 @@ class DiskStore:
             identity=self._identity, key=key, parent=parent, tokens=tokens, payload_bytes=self._payload_bytes
         )
 
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            for field, number in more.items():
-                setattr(self._counters, field, getattr(self._counters, field) + number)
-
     def _failed(self, what: str, error: OSError | ConfigError) -> None:
-        if self._closed.is_set():
-            return
-        self._count(failures=1)
-        self._lost = self._lost or isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
-        self._retry_at = time.monotonic() + RETRY_SECONDS
-        if self._failing:
-            return
-        self._failing = True
-        cause = str(error)
-        if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            advice = (
-                "Free space on that disk, or lower --prefix-cache-disk-size"
-                if full
-                else "Check the volume behind --prefix-cache-dir"
-            )
-            cause = f"{error.strerror}. {advice}"
-        logger.warning(
-            "The disk cache in %s cannot %s: %s. Serving goes on without; it is tried again every %g s.",
-            self._given,
-            what,
-            cause,
-            RETRY_SECONDS,
-        )
+        if not self._closed.is_set():
+            self._counters.add(failures=1)
+            self._trouble.failed(what, error)
