@@ -146,12 +146,9 @@ class Journal:
 
     def _read(self) -> list[Change] | None:
         """The changes from the present offset to the end; None where some were missed."""
+        missed = self._read_header()
         size = os.fstat(self._fd).st_size
-        missed = False
-        if self._offset == 0:
-            missed = self._read_header(size)
-            size = os.fstat(self._fd).st_size
-        elif size < self._offset:
+        if size < self._offset:
             missed, self._offset = True, _ENTRY_BYTES
         data = os.pread(self._fd, size - self._offset, self._offset)
         whole = len(data) // _ENTRY_BYTES * _ENTRY_BYTES
@@ -164,18 +161,21 @@ class Journal:
         intact = [change for change in changes if change is not None]
         return intact if len(intact) == len(changes) else None
 
-    def _read_header(self, size: int) -> bool:
-        """Takes the place behind the header, which is made where there is none. Whether entries were missed before."""
+    def _read_header(self) -> bool:
+        """Makes a header where there is no good one. Whether entries were missed: this file does not follow the last.
+
+        Read every time: what was damaged may have been started anew, and be longer by now than it was.
+        """
         header = os.pread(self._fd, _ENTRY_BYTES, 0)
-        intact = len(header) == _ENTRY_BYTES and header.startswith(_MAGIC)
-        if intact:
-            (_, sequence) = _HEADER.unpack(header)
+        if len(header) == _ENTRY_BYTES and header.startswith(_MAGIC):
+            sequence = int(_HEADER.unpack(header)[1])
         else:
             sequence = secrets.randbits(63)
             _write_header(self._fd, sequence)
-        missed = self._sequence is None or sequence != self._sequence + 1
-        self._sequence = sequence
-        self._offset = _ENTRY_BYTES
+        if self._offset and sequence == self._sequence:
+            return False
+        missed = self._offset != 0 or self._sequence is None or sequence != self._sequence + 1
+        self._sequence, self._offset = sequence, _ENTRY_BYTES
         return missed
 
     def _rotate_if_long(self) -> None:
