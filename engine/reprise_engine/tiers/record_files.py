@@ -1,0 +1,102 @@
+"""The files of records: their names, and what is done with them but for their contents (records.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from typing import NewType
+
+from reprise_engine.tiers.folder import DIRECTORY_FLAGS, PrivateFolder
+from reprise_engine.tiers.keys import BLOCK_KEY_BYTES
+
+RecordName = NewType("RecordName", bytes)
+"""Digest of the identity and key of the block, together 48 bytes: names a record of whatever model in the folder."""
+
+IDENTITY_BYTES = 16
+_IDENTITY_NAME = re.compile(rf"[0-9a-f]{{{2 * IDENTITY_BYTES}}}")
+_FAN_OUT_NAME = re.compile(r"[0-9a-f]{2}")
+_RECORD_NAME = re.compile(rf"[0-9a-f]{{{2 * BLOCK_KEY_BYTES}}}")
+_DISK_BLOCK_BYTES = 4096
+
+
+def allocated_bytes(size: int) -> int:
+    """What a file of `size` bytes takes on the disk: whole blocks of it."""
+    return -(-size // _DISK_BLOCK_BYTES) * _DISK_BLOCK_BYTES
+
+
+def record_path(name: RecordName) -> tuple[str, str, str]:
+    """Folder of the identity, folder of the fan-out, file."""
+    key = name[IDENTITY_BYTES:].hex()
+    return name[:IDENTITY_BYTES].hex(), key[:2], key
+
+
+def open_record(folder: PrivateFolder, name: RecordName) -> int:
+    """Raises OSError, FileNotFoundError where there is no such record."""
+    identity, fan_out, key = record_path(name)
+    with folder.directory(identity, fan_out) as within:
+        return os.open(key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=within)
+
+
+def record_mtime(folder: PrivateFolder, name: RecordName) -> float | None:
+    """When the record was last used, in seconds; None where it is gone."""
+    identity, fan_out, key = record_path(name)
+    try:
+        with folder.directory(identity, fan_out) as within:
+            return os.stat(key, dir_fd=within, follow_symlinks=False).st_mtime
+    except OSError:
+        return None
+
+
+def delete_record(folder: PrivateFolder, name: RecordName) -> None:
+    """A record that is gone already is no error. Raises OSError for any other cause."""
+    identity, fan_out, key = record_path(name)
+    with suppress(FileNotFoundError), folder.directory(identity, fan_out) as within:
+        os.unlink(key, dir_fd=within)
+
+
+def scan_records(folder: PrivateFolder, identity: bytes | None = None) -> list[tuple[float, RecordName, int]]:
+    """(seconds of last use, name, size in bytes) of every record, or of those of one identity.
+
+    What has no record's name is left alone: it is not ours. Raises OSError where the folder cannot be read.
+    """
+    found: list[tuple[float, RecordName, int]] = []
+    with os.scandir(folder.fd) as entries:
+        identities = [entry.name for entry in entries if _IDENTITY_NAME.fullmatch(entry.name)]
+    for identity_name in identities:
+        prefix = bytes.fromhex(identity_name)
+        if identity is not None and prefix != identity:
+            continue
+        with suppress(FileNotFoundError, NotADirectoryError), folder.directory(identity_name) as within:
+            _scan_identity(within, prefix, found)
+        with suppress(OSError):
+            os.rmdir(identity_name, dir_fd=folder.fd)  # only where it is empty
+    return found
+
+
+def _scan_identity(fd: int, prefix: bytes, found: list[tuple[float, RecordName, int]]) -> None:
+    with os.scandir(fd) as entries:
+        fan_outs = [entry.name for entry in entries if _FAN_OUT_NAME.fullmatch(entry.name)]
+    for fan_out in fan_outs:
+        try:
+            below = os.open(fan_out, DIRECTORY_FLAGS, dir_fd=fd)
+        except OSError:  # a link or a file: not ours
+            continue
+        try:
+            with os.scandir(below) as records:
+                empty = True
+                for record in records:
+                    empty = False
+                    if not _RECORD_NAME.fullmatch(record.name) or not record.is_file(follow_symlinks=False):
+                        continue
+                    try:
+                        status = record.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    name = RecordName(prefix + bytes.fromhex(record.name))
+                    found.append((status.st_mtime, name, status.st_size))
+            if empty:
+                with suppress(OSError):
+                    os.rmdir(fan_out, dir_fd=fd)
+        finally:
+            os.close(below)

@@ -1,0 +1,400 @@
+"""The disk store: what it keeps, what it refuses, and whom it lets in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from reprise_engine.errors import ConfigError
+from reprise_engine.tiers import trouble
+from reprise_engine.tiers.disk import DiskStore
+from reprise_engine.tiers.folder import FOLDER_NAME
+from reprise_engine.tiers.identity import CacheIdentity, canonical_config
+from tests.engine.disk_stores import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    PAYLOAD_BYTES,
+    RECORD_BYTES,
+    block,
+    bytes_on_disk,
+    get,
+    has,
+    open_store,
+    put,
+    record_file,
+    record_files,
+    temporary_files,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[DiskStore]:
+    with closing(open_store(folder)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wants to wait 10 s."""
+    monkeypatch.setattr(trouble, "RETRY_SECONDS", 0.05)
+
+
+def eventually(condition: Callable[[], bool], *, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become true"
+        time.sleep(0.02)
+
+
+def age(path: Path, seconds: float) -> None:
+    """Makes the file that much older."""
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def test_a_record_survives_a_restart(folder: Path) -> None:
+    with closing(open_store(folder)) as store:
+        assert not has(store, 1)
+        assert get(store, 1) is None
+        assert put(store, 1)
+        assert has(store, 1)
+        assert get(store, 1) == block(1).payload
+    with closing(open_store(folder)) as store:
+        assert has(store, 1)
+        assert not has(store, 2)
+        assert get(store, 1) == block(1).payload
+        assert get(store, 2) is None
+        stats = store.stats()
+        assert (stats.records, stats.bytes, stats.capacity) == (1, RECORD_BYTES, 100 * RECORD_BYTES)
+        assert (stats.hits, stats.misses, stats.writes, stats.damaged, stats.failures) == (1, 1, 0, 0, 0)
+
+
+def test_it_is_written_once(folder: Path, store: DiskStore) -> None:
+    assert put(store, 1)
+    before = record_file(folder, 1).stat()
+    assert put(store, 1)
+    assert record_file(folder, 1).stat().st_ino == before.st_ino
+    assert store.stats().writes == 1
+
+
+def test_parent_and_tokens_are_verified_not_only_the_key(folder: Path, store: DiskStore) -> None:
+    it, other = block(1), block(2)
+    into = memoryview(bytearray(PAYLOAD_BYTES))
+    for parent, tokens in ((other.parent, it.tokens), (None, it.tokens), (it.parent, other.tokens), (it.parent, b"")):
+        assert put(store, 1)
+        assert not store.read(it.key, parent=parent, tokens=tokens, into=into)
+        assert it.key not in store
+        assert record_files(folder) == []
+    assert put(store, 1)
+    assert store.read(it.key, parent=it.parent, tokens=it.tokens, into=into)
+
+
+def test_another_identity_sees_nothing_and_clears_nothing_but_its_own(folder: Path, store: DiskStore) -> None:
+    put(store, 1)
+    with closing(open_store(folder, identity=OTHER_IDENTITY)) as other:
+        assert not has(other, 1)
+        assert get(other, 1) is None
+        put(other, 1)
+        put(other, 2)
+        assert other.stats().records == 3
+        assert other.clear() == 2
+        assert get(other, 1) is None
+    assert get(store, 1) == block(1).payload
+
+
+def test_a_record_of_another_identity_under_our_name_is_not_served(folder: Path, store: DiskStore) -> None:
+    put(store, 1)
+    with closing(open_store(folder, identity=OTHER_IDENTITY)) as other:
+        put(other, 1)
+        put(other, 2)
+        os.replace(record_file(folder, 1), record_file(folder, 1, identity=OTHER_IDENTITY))
+        os.replace(record_file(folder, 2, identity=OTHER_IDENTITY), record_file(folder, 1))
+        assert get(other, 1) is None
+        assert get(store, 1) is None
+        assert (other.stats().damaged, store.stats().damaged) == (0, 0)  # whole, but not what was asked for
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(CacheIdentity)])
+def test_every_field_is_part_of_the_identity(field: str) -> None:
+    value = getattr(IDENTITY, field)
+    changed = replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "!"})
+    assert changed.digest() != IDENTITY.digest()
+    assert len(IDENTITY.digest()) == 16
+
+
+def test_the_configuration_counts_with_its_rope_but_not_where_it_lies() -> None:
+    here = {"_name_or_path": "/a", "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "n": {2, 1}}
+    there = {"n": {1, 2}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "_name_or_path": "/b"}
+    scaled = {**here, "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}
+    assert canonical_config(here) == canonical_config(there)
+    assert canonical_config(here) != canonical_config(scaled)
+
+
+# The bound
+
+
+def test_the_least_recently_used_record_goes(folder: Path) -> None:
+    with closing(open_store(folder, records=3)) as store:
+        for number in (1, 2, 3):
+            put(store, number)
+        get(store, 1)
+        put(store, 4)
+        assert [has(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+        assert bytes_on_disk(folder) == store.stats().bytes == 3 * RECORD_BYTES
+        assert store.stats().evictions == 1
+
+
+def test_the_order_of_use_survives_a_restart(folder: Path) -> None:
+    with closing(open_store(folder, records=3)) as store:
+        for number in (1, 2, 3):
+            put(store, number)
+            age(record_file(folder, number), 1000 - number)
+    with closing(open_store(folder, records=3)) as store:
+        assert get(store, 1) is not None  # renews the time of the file
+    with closing(open_store(folder, records=3)) as store:
+        put(store, 4)
+        assert [has(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_what_another_process_uses_is_not_evicted_first(folder: Path) -> None:
+    with closing(open_store(folder, records=2)) as store:
+        for number in (1, 2):
+            put(store, number)
+            age(record_file(folder, number), 1000)
+    with closing(open_store(folder, records=2)) as store, closing(open_store(folder, records=2)) as other:
+        assert get(other, 1) is not None
+        put(store, 3)
+        assert [path.name for path in record_files(folder)] == sorted(block(n).key.hex() for n in (1, 3))
+
+
+def test_a_smaller_bound_is_met_at_once(folder: Path) -> None:
+    with closing(open_store(folder)) as store:
+        for number in range(10):
+            put(store, number)
+    with closing(open_store(folder, records=4)) as store:
+        assert store.stats().records == 4
+        assert len(record_files(folder)) == 4
+
+
+def test_the_bound_is_over_all_identities(folder: Path) -> None:
+    with closing(open_store(folder, records=2)) as store:
+        put(store, 1)
+        put(store, 2)
+    with closing(open_store(folder, records=2, identity=OTHER_IDENTITY)) as other:
+        put(other, 3)
+        assert len(record_files(folder)) == 2
+        put(other, 4)
+    assert record_files(folder) == sorted(record_file(folder, n, identity=OTHER_IDENTITY) for n in (3, 4))
+
+
+def test_clear_gives_the_space_back(folder: Path, store: DiskStore) -> None:
+    for number in range(5):
+        put(store, number)
+    assert store.clear() == 5
+    assert (store.stats().records, store.stats().bytes, record_files(folder)) == (0, 0, [])
+    assert put(store, 1)
+    assert get(store, 1) == block(1).payload
+
+
+# Other processes (here: other stores on the same folder; test_disk_store_processes.py has real ones)
+
+
+def test_records_of_another_are_found_and_their_end_too(folder: Path, store: DiskStore) -> None:
+    with closing(open_store(folder)) as other:
+        put(other, 1)
+        assert get(store, 1) == block(1).payload  # read has the last word, even before the news arrives
+        eventually(lambda: has(store, 1))
+        other.clear()
+        eventually(lambda: not has(store, 1))
+        assert store.stats().bytes == 0
+
+
+def test_what_another_evicted_is_forgotten_when_it_is_asked_for(folder: Path, store: DiskStore) -> None:
+    put(store, 1)
+    record_file(folder, 1).unlink()
+    assert has(store, 1)
+    assert get(store, 1) is None
+    assert not has(store, 1)
+    assert put(store, 1)
+    assert get(store, 1) == block(1).payload
+
+
+def test_a_folder_removed_under_its_feet_is_made_anew(folder: Path, store: DiskStore, unhurried: None) -> None:
+    put(store, 1)
+    shutil.rmtree(folder / FOLDER_NAME)
+    assert not put(store, 2)
+    eventually(lambda: put(store, 3))
+    assert [get(store, n) for n in (1, 2, 3)] == [None, None, block(3).payload]
+    assert stat.S_IMODE((folder / FOLDER_NAME).stat().st_mode) == 0o700
+    with closing(open_store(folder)) as other:
+        assert get(other, 3) == block(3).payload
+        put(other, 4)
+        eventually(lambda: has(store, 4))
+
+
+def test_two_stores_that_meet_a_removed_folder_share_the_new_one(folder: Path, unhurried: None) -> None:
+    with closing(open_store(folder, records=4)) as one, closing(open_store(folder, records=4)) as two:
+        put(one, 1)
+        for path in (folder / FOLDER_NAME).iterdir():  # rm -rf of its contents
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        eventually(lambda: put(one, 2))
+        eventually(lambda: put(two, 3))
+        for number in range(10, 20):
+            assert put(one, number)
+            assert put(two, 10 + number)
+        assert len(record_files(folder)) == 4
+        assert one.stats().bytes <= 4 * RECORD_BYTES
+
+
+# Whom it lets in
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+def test_what_it_makes_is_private_whatever_the_umask(folder: Path, umask: int) -> None:
+    folder.mkdir()
+    before = os.umask(umask)
+    try:
+        with closing(open_store(folder)) as store:
+            put(store, 1)
+            paths = [folder / FOLDER_NAME, *(folder / FOLDER_NAME).rglob("*")]
+            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths}
+            assert set(modes.values()) == {0o700, 0o600}
+            assert all(modes[path.name] == (0o700 if path.is_dir() else 0o600) for path in paths)
+            assert get(store, 1) == block(1).payload
+    finally:
+        os.umask(before)
+
+
+def test_a_volume_of_the_group_is_used_through_a_folder_of_its_own(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o2775)  # what Kubernetes makes of a volume with an fsGroup
+    with closing(open_store(folder)) as store:
+        assert put(store, 1)
+        assert stat.S_IMODE((folder / FOLDER_NAME).stat().st_mode) & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o750])
+def test_a_folder_that_others_may_use_is_refused(folder: Path, mode: int) -> None:
+    (folder / FOLDER_NAME).mkdir(parents=True)
+    (folder / FOLDER_NAME).chmod(mode)
+    with pytest.raises(ConfigError, match=rf"--prefix-cache-dir is {folder}.*mode {mode:04o}.*chmod 700"):
+        open_store(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
+def test_a_folder_of_somebody_else_is_refused(folder: Path) -> None:
+    (folder / FOLDER_NAME).mkdir(parents=True, mode=0o700)
+    os.chown(folder / FOLDER_NAME, 12345, 12345)
+    with pytest.raises(ConfigError, match=r"--prefix-cache-dir is .* belongs to user 12345"):
+        open_store(folder)
+
+
+def test_a_file_instead_of_a_folder_is_refused(folder: Path) -> None:
+    folder.write_text("")
+    with pytest.raises(ConfigError, match=r"--prefix-cache-dir is .*, which is not a folder"):
+        open_store(folder)
+
+
+def test_a_read_only_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--prefix-cache-dir is /proc/cache, which cannot be used: .*may write to"):
+        open_store(Path("/proc/cache"))
+
+
+def test_a_bound_below_one_record_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--prefix-cache-disk-size is 12287 bytes, .* takes 12288 bytes"):
+        DiskStore(folder, capacity_bytes=RECORD_BYTES - 1, identity=IDENTITY, payload_bytes=PAYLOAD_BYTES)
+    assert not folder.exists()
+
+
+def test_links_do_not_lead_out(folder: Path, tmp_path: Path) -> None:
+    with closing(open_store(folder)) as store:
+        put(store, 1)
+        put(store, 2)
+    away = tmp_path / "away"
+    away.mkdir()
+    secret = away / "record"
+    os.replace(record_file(folder, 1), secret)
+    record_file(folder, 1).symlink_to(secret)  # a whole record, but behind a link
+    fan_out = record_file(folder, 2).parent
+    os.replace(fan_out, away / "fan-out")
+    fan_out.symlink_to(away / "fan-out")
+    with closing(open_store(folder)) as store:
+        assert (has(store, 1), has(store, 2)) == (False, False)
+        assert (get(store, 1), get(store, 2)) == (None, None)
+        assert store.clear() == 0
+        assert not put(store, 2)  # refused, not written elsewhere
+    assert secret.exists()
+    assert len(list((away / "fan-out").iterdir())) == 1
+
+
+def test_the_private_folder_itself_may_not_be_a_link(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir()
+    (tmp_path / "away").mkdir()
+    (folder / FOLDER_NAME).symlink_to(tmp_path / "away")
+    with pytest.raises(ConfigError, match="is a link or a file"):
+        open_store(folder)
+
+
+def test_strangers_files_are_left_alone(folder: Path) -> None:
+    with closing(open_store(folder)) as store:
+        put(store, 1)
+    strangers = [folder / FOLDER_NAME / "README", record_file(folder, 1).with_name("notes"), folder / "mine"]
+    for path in strangers:
+        path.write_text("mine")
+    with closing(open_store(folder, records=1)) as store:
+        assert store.stats().records == 1
+        put(store, 2)
+        store.clear()
+    assert [path.read_text() for path in strangers] == ["mine"] * 3
+
+
+# Threads
+
+
+def test_many_threads_read_write_and_clear(folder: Path) -> None:
+    with closing(open_store(folder, records=20)) as store:
+
+        def work(seed: int) -> int:
+            served = 0
+            for step in range(150):
+                number = (seed * 7 + step * 13) % 40
+                if step % 3 == 0:
+                    assert put(store, number)
+                found = get(store, number)
+                assert found in (None, block(number).payload)
+                served += found is not None
+                if step == 75 and seed == 0:
+                    store.clear()
+            return served
+
+        with ThreadPoolExecutor(8) as pool:
+            served = sum(pool.map(work, range(8)))
+        stats = store.stats()
+        assert served == stats.hits > 0
+        assert stats.hits + stats.misses == 8 * 150
+        assert (stats.damaged, stats.failures) == (0, 0)
+        assert stats.bytes == bytes_on_disk(folder) <= 20 * RECORD_BYTES
+        assert temporary_files(folder) == []
+
+
+def test_after_close_nothing_is_found_or_written(folder: Path) -> None:
+    store = open_store(folder)
+    put(store, 1)
+    store.close()
+    store.close()
+    assert (has(store, 1), get(store, 1), put(store, 2), store.clear()) == (False, None, False, 0)
+    assert list((folder / FOLDER_NAME / "writers").iterdir()) == []
