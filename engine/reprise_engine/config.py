@@ -102,7 +102,8 @@ class CacheConfig:
             ):
                 if value:
                     raise ConfigError(
-                        f"{flag} is {value}, but the prefix cache is off; leave out --no-enable-prefix-caching, or {flag}."
+                        f"{flag} is {value}, but the prefix cache is off; leave out --no-enable-prefix-caching or "
+                        f"{flag}."
                     )
 
 

@@ -33,6 +33,7 @@ from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory, profile_npu
 from reprise_engine.scheduler import Scheduler
+from reprise_engine.tier_setup import build_tiers, num_host_slots
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def build_core(
 
     progress(LoadProgress("Sizing the KV cache"))
     facts = _gather_facts(model, config, npu_memory, block_size=block_size, max_model_len=max_model_len)
+    bytes_per_block = _bytes_per_block(model, block_size)
     plan = _plan(model, config, facts, block_size=block_size, max_model_len=max_model_len)
     logger.info("%s", plan.explanation)
 
@@ -67,7 +69,16 @@ def build_core(
         dtype=model.kv_dtype,
         device=device,
     )
-    runner = ModelRunner(model, create_attention_backend(device, kernels), kv, seed=config.model.seed)
+    tiers = build_tiers(
+        config.cache, model, kv, block_size=block_size, bytes_per_block=bytes_per_block, kernels=kernels
+    )
+    runner = ModelRunner(
+        model,
+        create_attention_backend(device, kernels),
+        kv,
+        seed=config.model.seed,
+        transfer=None if tiers is None else tiers.transfer,
+    )
     pin_budget = pin_budget_blocks(
         config.cache.prefix_cache_pin_budget,
         num_blocks=plan.num_blocks,
@@ -82,6 +93,7 @@ def build_core(
         max_model_len=plan.max_model_len,
         hasher=block_hasher(config.cache.prefix_caching_hash_algo),
         pin_budget=pin_budget,
+        tiering=None if tiers is None else tiers.tiering,
     )
     resolved = ResolvedConfig(
         block_size=block_size,
@@ -117,6 +129,10 @@ def _gather_facts(
     model: LoadedModel, config: EngineConfig, npu_memory: NPUMemory | None, *, block_size: int, max_model_len: int
 ) -> MemoryFacts:
     weights = model.weight_bytes
+    machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
+    bytes_per_block = _bytes_per_block(model, block_size)
+    host_tier = num_host_slots(config.cache, bytes_per_block=bytes_per_block) * bytes_per_block
+    host_memory = machine.total if limit is None else limit
     if npu_memory is not None:
         peak = profile_npu(model, config.scheduler, npu_memory, block_size=block_size, max_model_len=max_model_len)
         return MemoryFacts(
@@ -127,17 +143,24 @@ def _gather_facts(
             weights=weights,
             process=peak.other,
             activations=peak.activations,
+            host_tier=host_tier,
+            host_memory=host_memory,
         )
-    machine = psutil.virtual_memory()
     return MemoryFacts(
         device="cpu",
         total=machine.total,
-        limit=cgroup_memory_limit(),
+        limit=limit,
         free=machine.available,
         weights=weights,
         process=engine_process_bytes(weights=weights),
         activations=estimate_cpu_activations(model.spec, config.scheduler, max_model_len=max_model_len),
+        host_tier=host_tier,
+        host_memory=host_memory,
     )
+
+
+def _bytes_per_block(model: LoadedModel, block_size: int) -> int:
+    return block_size * model.spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize)
 
 
 def _plan(
@@ -148,7 +171,7 @@ def _plan(
         facts,
         BlockShape(
             block_size=block_size,
-            bytes_per_block=block_size * spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize),
+            bytes_per_block=_bytes_per_block(model, block_size),
             tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
         ),
         config.cache,

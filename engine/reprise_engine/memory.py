@@ -77,7 +77,8 @@ def plan_kv_blocks(
     max_num_seqs: int,
 ) -> KVPlan:
     """Chooses the number of blocks. Raises InsufficientMemory, with advice, when not one sequence of `max_model_len`
-    fits, or the host tier does not. Where --num-gpu-blocks-override is given and --max-model-len is not, the length follows the pool instead.
+    fits, or the host tier does not. Where --num-gpu-blocks-override is given and --max-model-len is not, the length
+    follows the pool instead.
     """
     lines = [f"KV cache on {facts.device}:"]
     if cache.num_gpu_blocks_override is not None:

@@ -73,6 +73,8 @@ class PagedFakeRunner:
         self.block_size = block_size
         self.pool: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[Content] = [()] * num_slots
+        self.transfer_seconds = 0.0
+        """What it says that a store or a load takes."""
         self.steps: list[Step] = []
 
     def read(self, table: Sequence[BlockId], length: int) -> list[int]:
@@ -108,7 +110,8 @@ class PagedFakeRunner:
             for part in step.requests
             if part.samples
         }
-        return StepResult(step_id=step.step_id, sampled=sampled)
+        seconds = self.transfer_seconds * (len(step.stores) + len(step.loads))
+        return StepResult(step_id=step.step_id, sampled=sampled, transfer_seconds=seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,9 +202,13 @@ class World:
         host_slots: int = 0,
         disk: FakeDisk | None = None,
         keeps_evicted: bool = True,
+        slow_transfers: bool = False,
         hasher: BlockHasher = sha256_block_hash,
     ) -> None:
-        """`host_slots` above 0 make a host tier; without `keeps_evicted` they only pass blocks to `disk` and back."""
+        """`host_slots` above 0 make a host tier; without `keeps_evicted` they only pass blocks to `disk` and back.
+
+        With `slow_transfers` a step beside others moves one block.
+        """
         self.disk = disk
         tiering = None
         if host_slots:
@@ -230,6 +237,7 @@ class World:
             tiering=tiering,
         )
         self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size, num_slots=host_slots)
+        self.runner.transfer_seconds = 0.2 if slow_transfers else 0.0
         if disk is not None:
             disk.host = self.runner.host
         self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,11 +18,13 @@ from hypothesis.stateful import (
 )
 
 from reprise_engine.errors import ContextLengthExceeded
+from reprise_engine.kv.hash_algorithms import xxhash_block_hash
+from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv.prefix_index import Node
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.step import Step
-from tests.engine.paged_fake import World
+from tests.engine.paged_fake import FakeDisk, World
 
 # Few tokens and prompts made of repeated pieces: prefixes are shared, diverge inside blocks, and come back.
 PIECES = st.sampled_from([(1,), (2,), (1, 2), (1, 1, 1), (1, 2, 3, 4), (5, 6, 7, 8, 9)])
@@ -60,11 +63,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         seats=st.integers(1, 6),
         pins=st.integers(0, 5),
+        host_slots=st.sampled_from([0, 1, 2, 3, 5, 40]),
+        disk=st.booleans(),
+        keeps_evicted=st.booleans(),
+        slow_transfers=st.booleans(),
+        algorithm=st.sampled_from([sha256_block_hash, sha256_block_hash, xxhash_block_hash]),
     )
     def start(
-        self, num_blocks: int, block_size: int, caching: bool, chunked: bool, budget: int, seats: int, pins: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        chunked: bool,
+        budget: int,
+        seats: int,
+        pins: int,
+        host_slots: int,
+        disk: bool,
+        keeps_evicted: bool,
+        slow_transfers: bool,
+        algorithm: BlockHasher,
     ) -> None:
+        if not caching:
+            host_slots = 0
         self.world = World(
+            host_slots=host_slots,
+            disk=FakeDisk(instant=False, capacity=9) if host_slots and disk else None,
+            keeps_evicted=keeps_evicted or not disk,
+            slow_transfers=slow_transfers,
+            hasher=algorithm,
             num_blocks=num_blocks,
             block_size=block_size,
             enable_prefix_caching=caching,
@@ -107,8 +134,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.step is None)
     @rule()
     def schedule(self) -> None:
-        self.step = self.world.schedule()
-        assert (self.step is not None) == self.world.scheduler.has_work(), "there is work, but the step is empty"
+        world = self.world
+        self.step = world.schedule()
+        if self.step is None and world.scheduler.has_work():
+            assert world.disk is not None, "there is work, but the step is empty"
+            assert world.disk.pending, "nothing is done, and nothing is waited for"
+            assert any(done.is_read for done, _, _ in world.disk.pending), "a request waits for writes"
+        elif self.step is not None and not world.scheduler.has_work():
+            assert not self.step.requests
+            assert self.step.stores, "there is no work, but the step is not empty"
 
     @precondition(lambda self: self.step is not None)
     @rule()
@@ -118,12 +152,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.step = None
         assert not {output.request_id for output in outputs} & self.aborted, "an aborted request got a token"
 
+    @rule(data=st.data(), more=PROMPTS)
+    def come_back(self, data: st.DataObject, more: tuple[int, ...]) -> None:
+        """The next turn of a conversation, or the same one again."""
+        world = self.world
+        if not world.requests:
+            return
+        request_id = data.draw(st.sampled_from(sorted(world.requests)))
+        before = world.requests[request_id]
+        prompt = (*before.prompt_token_ids, *world.tokens(request_id), *more)[: self.longest - 1]
+        world.add(prompt, max_tokens=min(5, self.longest - len(prompt)), salt=before.cache_salt)
+
     @precondition(lambda self: self.step is None)
-    @rule(steps=st.integers(1, 8))
-    def run(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 8), ends=st.booleans())
+    def run(self, steps: int, ends: bool) -> None:
+        """With `ends` the disk keeps up."""
         for _ in range(steps):
-            if self.world.scheduler.has_work():
-                self.world.step()
+            if ends and self.world.disk is not None and self.world.disk.pending:
+                self.world.disk.end(0)
+            step = self.world.schedule()
+            if step is not None:
+                self.world.commit(step)
+
+    @rule(data=st.data(), good=st.sampled_from([True, True, True, False]), count=st.integers(1, 6))
+    def disk_ends(self, data: st.DataObject, good: bool, count: int) -> None:
+        """In any order, while a step runs and between steps."""
+        disk = self.world.disk
+        if disk is not None:
+            for _ in range(min(count, len(disk.pending))):
+                disk.end(data.draw(st.integers(0, len(disk.pending) - 1)), good=good)
+
+    @precondition(lambda self: self.step is not None)
+    @rule(unlucky=st.sampled_from([False, False, False, True]))
+    def fail(self, unlucky: bool) -> None:
+        """The runner raised: its requests end, and nothing of theirs is ever served."""
+        if not unlucky:
+            return
+        assert self.step is not None
+        scheduler = self.world.scheduler
+        before = set(scheduler._states)
+        scheduler.discard(self.step)
+        self.aborted |= before - set(scheduler._states)
+        self.step = None
+
+    @rule()
+    def reset_tiers(self) -> None:
+        scheduler, disk = self.world.scheduler, self.world.disk
+        stored = 0 if disk is None else len(disk.records)
+        assert scheduler.reset_tiers()[1] == stored
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -198,6 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.aborted:
             assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (queries, hits)
         assert (stats.num_running, stats.num_waiting) == (0, 0)
+        self.check_tiers(queries, hits)
         assert world.scheduler.kv.pool.num_active == stats.num_pinned_blocks
         world.scheduler.check_invariants()
         assert world.scheduler.reset_prefix_cache() == (True, stats.num_cached_blocks - stats.num_pinned_blocks)
@@ -208,6 +285,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (stats.num_pinned_blocks, stats.kv_cache_usage) == (0, 0.0)
         assert world.scheduler.reset_prefix_cache() == (True, stats.num_cached_blocks)
         assert len(world.scheduler.kv.index) == 0
+
+    def check_tiers(self, queries: int, hits: int) -> None:
+        """All is at rest: what the tiers gave is part of the hits, and no slot is held."""
+        world = self.world
+        tiering = world.scheduler.kv.tiering
+        if tiering is None:
+            return
+        world.settle()
+        tiers = world.scheduler.stats().tiers
+        if not self.aborted:
+            assert sum(tier.hit_tokens for tier in tiers) <= hits
+            assert all(tier.hit_tokens <= tier.query_tokens <= queries for tier in tiers)
+            # The next one is asked for what the first did not have.
+            assert all(slow.query_tokens == fast.query_tokens - fast.hit_tokens for fast, slow in pairwise(tiers))
+        tiering.poll()
+        world.scheduler.reset_tiers()
+        tiering.poll()
+        assert tiering.slots.num_idle == tiering.slots.num_slots
+        assert len(tiering.slots) == 0
 
 
 def test_random_lives_of_a_scheduler() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.request import RequestId, SamplingParams
-from tests.engine.paged_fake import World
+from reprise_engine.step import Step
+from tests.engine.paged_fake import FakeDisk, World
 
 STEPS = int(os.environ.get("REPRISE_SOAK_STEPS", "1500"))
 
@@ -24,8 +25,9 @@ _MOST_WAITING = 24
 class Soak:
     """Clients that submit, leave, come back with the next turn, and an operator that resets the cache."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, host_slots: int = 0, with_disk: bool = False) -> None:
         self.random = random.Random(seed)
+        self.disk = FakeDisk(instant=False, capacity=self.random.choice([8, 40])) if with_disk else None
         num_blocks, block_size = self.random.randint(6, 24), self.random.choice([1, 2, 3, 4, 8])
         self.room = min(48, num_blocks * block_size) * 3 // 4
         self.world = World(
@@ -35,6 +37,10 @@ class Soak:
             max_num_batched_tokens=self.random.choice([3, 8, 64]),
             max_num_seqs=self.random.randint(1, 6),
             max_model_len=48,
+            host_slots=host_slots,
+            disk=self.disk,
+            keeps_evicted=not with_disk or host_slots == 64,
+            slow_transfers=self.random.random() < 0.5,
         )
         self.conversations: list[tuple[int, ...]] = [(1, 2, 3), (1, 2, 4, 4, 4), (9,)]
         self.running: set[RequestId] = set()
@@ -45,15 +51,33 @@ class Soak:
     def live(self, steps: int) -> None:
         for _ in range(steps):
             self.act()
-            if self.world.scheduler.has_work():
-                step = self.world.schedule()
-                assert step is not None
-                if self.random.random() < 0.1:
-                    self.abort()
+            self.turn_the_disk()
+            step = self.world.schedule()
+            if step is None:
+                assert self.disk is not None or not self.world.scheduler.has_work()
+                self.world.now += 0.1
+                continue
+            if self.random.random() < 0.1:
+                self.abort()
+            self.turn_the_disk()
+            if self.random.random() < 0.003:
+                self.fail(step)
+            else:
                 self.world.commit(step)
-                self.collect()
+            self.collect()
         self.world.drain()
         self.collect()
+
+    def turn_the_disk(self) -> None:
+        """Some of what it was asked for ends, in any order, now and then badly."""
+        if self.disk is not None:
+            while self.disk.pending and self.random.random() < 0.6:
+                self.disk.end(self.random.randrange(len(self.disk.pending)), good=self.random.random() < 0.95)
+
+    def fail(self, step: Step) -> None:
+        before = set(self.world.scheduler._states)
+        self.world.scheduler.discard(step)
+        self.running -= before - set(self.world.scheduler._states)
 
     def act(self) -> None:
         roll = self.random.random()
@@ -63,6 +87,8 @@ class Soak:
             self.abort()
         elif roll < 0.51:
             self.world.scheduler.reset_prefix_cache(include_pins=self.random.random() < 0.3)
+            if self.random.random() < 0.3:
+                self.world.scheduler.reset_tiers()
         elif roll < 0.53:
             self.world.scheduler.unpin(self.random.choice("pqr"))
         self.world.scheduler.check_invariants()
@@ -105,6 +131,26 @@ class Soak:
 def test_a_long_life_on_a_tiny_pool(seed: int) -> None:
     soak = Soak(seed)
     soak.live(STEPS)
+    check_end(soak)
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+@pytest.mark.parametrize("host_slots", [1, 3, 8, 64])
+def test_a_long_life_with_tiers(host_slots: int, with_disk: bool) -> None:
+    soak = Soak(100 + host_slots, host_slots=host_slots, with_disk=with_disk)
+    soak.live(STEPS)
+    tiers = soak.world.scheduler.stats().tiers
+    assert sum(tier.hit_tokens for tier in tiers) > 0
+    assert all(tier.stores > 0 for tier in tiers)
+    soak.world.settle()
+    tiering = soak.world.scheduler.kv.tiering
+    assert tiering is not None
+    tiering.poll()
+    assert tiering.slots.num_idle == host_slots
+    check_end(soak)
+
+
+def check_end(soak: Soak) -> None:
     assert soak.pinned > 0
     assert soak.world.scheduler.reset_prefix_cache(include_pins=True)[0]
     stats = soak.world.scheduler.stats()

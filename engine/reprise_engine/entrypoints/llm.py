@@ -126,7 +126,8 @@ class LLM:
     ) -> None:
         """Loads the model. Raises ConfigError, ModelError or InsufficientMemory.
 
-        `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids and completions have no text.
+        `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids
+        and completions have no text.
         """
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:

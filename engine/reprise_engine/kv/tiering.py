@@ -306,7 +306,7 @@ class Tiering:
         return len(self._writing) + len(self._to_write) < self._most_writing
 
     def collect_stores(self, written: Collection[BlockId], *, budget: int) -> tuple[BlockStore, ...]:
-        """The stores of a step that writes to the blocks `written`; what need not be done now within `budget` blocks."""
+        """The stores of a step that writes to the blocks `written`; those that can wait, within `budget` blocks."""
         stores: list[BlockStore] = []
         for block, slot in list(self._due.items()):
             # Somebody may wait for it to come up again.
