@@ -37,7 +37,7 @@ class CacheAccounting:
     def admitted(
         self, state: RequestState, match: Match, used: Match, *, from_tiers: Mapping[Tier, int] | None = None
     ) -> None:
-        """`match` is what the lookup found, `used` what of it there was room for, `from_tiers` what of it was loaded."""
+        """`match` is what the lookup found, `used` what of it had room, `from_tiers` what of it was loaded."""
         if state.explanation is not None:
             return
         if state.blocks.reads_cache:

@@ -73,6 +73,9 @@ def build_tiers(
         )
         logger.info("%s holds %d blocks of the prefix cache", cache.prefix_cache_dir, store.stats().records)
     transfer = create_transfer(kv, num_slots=num_slots)
+    if store is not None and (records := store.stats().records):
+        staging = max(1, STAGING_BYTES // bytes_per_block)
+        transfer.expect(num_blocks=min(records, kv[0].key_BSKH.shape[0]), num_slots=min(staging, num_slots))
     tiering = Tiering(
         HostSlots(num_slots),
         None if store is None else DiskWorker(store, transfer.view),

@@ -13,22 +13,27 @@ import numpy as np
 import torch
 
 from reprise_engine.attention.base import LayerKV
+from reprise_engine.runner.pages import populate_in_background
 from reprise_engine.step import BlockLoad, BlockStore, SlotId
 
 
 class KVTransfer(Protocol):
-    """Owns the slots' memory. When store() and load() return, later operations of the step may touch their operands."""
+    """Owns the slots' memory. When store() and load() return, their operands may be used by anybody."""
 
     def store(self, stores: Sequence[BlockStore]) -> None:
-        """Block → slot. The bytes are in the slot when it returns."""
+        """Block → slot, in order."""
         ...
 
     def load(self, loads: Sequence[BlockLoad]) -> None:
-        """Slot → block, before anything that the device is told later. The slot is free when the step has run."""
+        """Slot → block, in order."""
         ...
 
     def view(self, slot: SlotId) -> memoryview:
         """The bytes of a slot, writable. For the disk's threads, while nobody stores into it or loads it."""
+        ...
+
+    def expect(self, *, num_blocks: int, num_slots: int) -> None:
+        """The first blocks of the pool and the first slots will be loaded into soon. Returns at once."""
         ...
 
 
@@ -58,6 +63,10 @@ class CPUTransfer:
     def view(self, slot: SlotId) -> memoryview:
         return memoryview(self._slots_QL2X[slot].reshape(-1))
 
+    def expect(self, *, num_blocks: int, num_slots: int) -> None:
+        pools_BX = (*self._keys_BX, *self._values_BX)
+        populate_in_background([self._slots_QL2X[:num_slots], *(pool_BX[:num_blocks] for pool_BX in pools_BX)])
+
 
 class DeviceTransfer:
     """Through pinned memory, by the device's own copies: they run in the order of its stream.
@@ -78,17 +87,25 @@ class DeviceTransfer:
             for layer, slot_2SKH in zip(self._kv, self._slots_QL2SKH[store.slot], strict=True):
                 slot_2SKH[0].copy_(layer.key_BSKH[store.source], non_blocking=True)
                 slot_2SKH[1].copy_(layer.value_BSKH[store.source], non_blocking=True)
-        if stores and self._device.type == "npu":
-            torch.npu.synchronize(self._device)  # type: ignore[attr-defined]  # of torch_npu
+        self._wait(stores)
 
     def load(self, loads: Sequence[BlockLoad]) -> None:
         for load in loads:
             for layer, slot_2SKH in zip(self._kv, self._slots_QL2SKH[load.slot], strict=True):
                 layer.key_BSKH[load.target].copy_(slot_2SKH[0], non_blocking=True)
                 layer.value_BSKH[load.target].copy_(slot_2SKH[1], non_blocking=True)
+        self._wait(loads)
+
+    def _wait(self, done: Sequence[object]) -> None:
+        """The disk's threads may have the slots next, and they know of no stream."""
+        if done and self._device.type == "npu":
+            torch.npu.synchronize(self._device)  # type: ignore[attr-defined]  # of torch_npu
 
     def view(self, slot: SlotId) -> memoryview:
         return memoryview(self._bytes_QX[slot])
+
+    def expect(self, *, num_blocks: int, num_slots: int) -> None:
+        """Pinned memory and a device's have their pages from the start."""
 
 
 def create_transfer(kv: Sequence[LayerKV], *, num_slots: int) -> KVTransfer:
