@@ -69,6 +69,8 @@ def build_core(
         dtype=model.kv_dtype,
         device=device,
     )
+    if config.cache.prefix_cache_dir is not None:
+        progress(LoadProgress("Opening the prefix cache's folder"))
     tiers = build_tiers(
         config.cache, model, kv, block_size=block_size, bytes_per_block=bytes_per_block, kernels=kernels
     )

@@ -160,3 +160,42 @@ def test_wrong_flags_exit_with_2_and_one_line(
     errors: Any = capsys.readouterr().err
     assert words in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4GiB", 4 * 2**30), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29), ("64KiB", 2**16), ("4G", 2**32), ("7", 7)],
+)
+def test_a_size_has_a_unit_or_is_in_bytes(text: str, expected: int) -> None:
+    assert options("m", "--prefix-cache-host-memory", text).engine.cache.prefix_cache_host_memory == expected
+
+
+@pytest.mark.parametrize("text", ["4GB", "x", "-1", "4 GiB of it", ""])
+def test_what_is_no_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options("m", f"--prefix-cache-host-memory={text}")
+    assert caught.value.code == 2
+    assert "is not a size such as 4GiB" in capsys.readouterr().err
+
+
+def test_the_tiers_flags_reach_their_fields() -> None:
+    cache = options("m", "--prefix-cache-dir", "/c", "--prefix-cache-disk-size", "3GiB").engine.cache
+    assert (cache.prefix_cache_dir, cache.prefix_cache_disk_size, cache.disk_size) == (Path("/c"), 3 << 30, 3 << 30)
+    cache = options("m", "--prefix-cache-dir", "/c").engine.cache
+    assert (cache.prefix_cache_disk_size, cache.disk_size) == (None, 16 << 30)
+    cache = options("m").engine.cache
+    assert (cache.prefix_cache_dir, cache.prefix_cache_host_memory) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no-enable-prefix-caching", "--prefix-cache-host-memory=1GiB"), "--prefix-cache-host-memory is 1073741824"),
+        (("--no-enable-prefix-caching", "--prefix-cache-dir=/c"), "--prefix-cache-dir is /c, but the prefix cache is"),
+        (("--prefix-cache-disk-size=1GiB",), "there is no --prefix-cache-dir"),
+        (("--prefix-cache-dir=/c", "--prefix-cache-disk-size=0"), "--prefix-cache-disk-size is 0"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options("m", *flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,41 @@ def test_negative_memory_is_told_without_a_length_to_lower_to() -> None:
         plan(replace(POD, limit=GIB))
     assert "lower --max-model-len" not in str(caught.value)
     assert "give the engine 998.40 MiB more memory" in str(caught.value)
+
+
+TIERED = replace(POD, host_tier=512 * MIB, host_memory=4 * GIB)
+
+
+def test_on_a_cpu_the_host_tier_is_taken_from_the_kv() -> None:
+    chosen = plan(TIERED)
+    assert chosen.num_blocks == 1894 - 512
+    assert re.search(r"- host memory of the prefix cache's tiers +512\.00 MiB", chosen.explanation)
+    assert "tiers" not in plan(POD).explanation
+    machine = replace(TIERED, limit=None, host_memory=64 * GIB, free=40 * GIB)
+    assert plan(machine, max_num_seqs=1000).num_blocks == 40 * 1024 - 256 - 512
+
+
+def test_a_host_tier_that_leaves_no_room_for_a_sequence_may_be_lowered() -> None:
+    with pytest.raises(InsufficientMemory, match="lower --prefix-cache-host-memory, or raise"):
+        plan(replace(TIERED, host_tier=1800 * MIB))
+
+
+def test_a_host_tier_beyond_the_hosts_memory_is_refused() -> None:
+    large = CacheConfig(kv_cache_memory_bytes=2 * GIB)
+    assert plan(replace(TIERED, host_tier=256 * MIB), large).num_blocks == 2048
+    with pytest.raises(
+        InsufficientMemory, match=r"--prefix-cache-host-memory: .* ask for 512\.00 MiB .* 3\.75 GiB"
+    ) as e:
+        plan(TIERED, large)
+    # 4096 - 2048 - 1024 - 512 - 256
+    assert f"Lower it to {256 * MIB} bytes at most" in str(e.value)
+
+
+def test_on_an_npu_the_host_tier_is_the_hosts_alone() -> None:
+    beside = replace(NPU, host_tier=16 * GIB, host_memory=32 * GIB)
+    assert plan(beside).num_blocks == plan(NPU).num_blocks
+    with pytest.raises(InsufficientMemory, match=r"ask for 48\.00 GiB of host memory; there are 32\.00 GiB\. Lower"):
+        plan(replace(beside, host_tier=48 * GIB))
 
 
 def write(path: Path, content: str) -> None:

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from reprise_engine.cache_report import Tier, TierStats
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import FinishReason, RequestTimes
 from reprise_engine.server.metrics import Metrics
@@ -118,3 +119,23 @@ def test_latencies_come_from_the_engines_times() -> None:
         "vllm:inter_token_latency_seconds": 0.0,
     }
     assert {name: value(samples, f"{name}_sum") for name in sums} == sums
+
+
+def test_the_tiers_below_the_pool_have_series_of_their_own() -> None:
+    metrics = Metrics("counter")
+    assert "tier=" not in metrics.render().decode()
+    for tokens, blocks, stores in ((10, 3, 4), (25, 2, 9)):
+        host = TierStats(tier=Tier.HOST, blocks=blocks, query_tokens=4 * tokens, hit_tokens=tokens, stores=stores)
+        disk = TierStats(tier=Tier.DISK, used_bytes=700, query_tokens=3 * tokens, hit_tokens=2, failures=1)
+        metrics.engine_stats(SchedulerStats(tiers=(host, disk)))
+    samples = parse(metrics.render().decode())
+    prefix = "reprise:prefix_cache_tier_"
+    assert value(samples, f"{prefix}hits_total", tier="host") == 25.0
+    assert value(samples, f"{prefix}queries_total", tier="host") == 100.0
+    assert value(samples, f"{prefix}blocks", tier="host") == 2.0
+    assert value(samples, f"{prefix}stores_total", tier="host") == 9.0
+    assert value(samples, f"{prefix}bytes", tier="disk") == 700.0
+    assert value(samples, f"{prefix}failures_total", tier="disk") == 1.0
+    # vLLM's external cache: all that is below the pool.
+    assert value(samples, "vllm:external_prefix_cache_queries_total") == 100.0
+    assert value(samples, "vllm:external_prefix_cache_hits_total") == 27.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from reprise_engine.cache_report import Tier
 from reprise_engine.kv.hash_algorithms import xxhash_block_hash
+from reprise_engine.loop import EngineCore
 from tests.engine.paged_fake import FakeDisk, World
 
 FIRST = tuple(range(1, 13))  # three blocks of four
@@ -176,3 +179,73 @@ def test_a_step_that_fails_leaves_no_slot_behind() -> None:
     world.scheduler.check_invariants()
     assert not world.scheduler.has_work()
     assert world.cached(world.run((*FIRST, 13))) == 12
+
+
+def test_a_flush_ends_requests_and_carries_everything_down() -> None:
+    disk = FakeDisk()
+    world = tiered(disk=disk, host_slots=2, keeps_evicted=False)
+    world.run(FIRST)
+    world.add((30, 31), max_tokens=9)
+    assert world.core.flush(60.0)
+    assert not world.scheduler.has_work()
+    assert len(disk.records) == 3
+
+
+def test_a_flush_gives_a_hanging_disk_only_so_long() -> None:
+    ticks = count()
+    world = tiered(disk=FakeDisk(instant=False))
+    core = EngineCore(world.scheduler, world.runner, clock=lambda: float(next(ticks)))
+    world.run(FIRST)
+    assert not core.flush(20.0)
+    assert next(ticks) < 60
+
+
+def test_new_blocks_are_written_without_a_request_and_twice_by_nobody() -> None:
+    disk = FakeDisk(instant=False)
+    world = tiered(disk=disk, host_slots=8)
+    world.run(FIRST)
+    assert world.scheduler.has_background_work()
+    world.settle()
+    assert [done.slot for done, _, _ in disk.pending] == []
+    assert len(disk.records) == 3
+    [_, on_disk] = world.scheduler.stats().tiers
+    assert on_disk.stores == 3
+    world.run(FIRST)
+    world.settle()
+    [_, on_disk] = world.scheduler.stats().tiers
+    assert on_disk.stores == 3
+
+
+def test_a_store_is_put_off_until_its_block_is_written() -> None:
+    world = tiered(num_blocks=6, slow_transfers=True, max_num_batched_tokens=4)
+    world.run(FIRST)
+    world.add((30, 31), max_tokens=10)
+    world.step()
+    waiting = world.add(OTHER[:12])
+    step = world.step()
+    # Three blocks were evicted at once; the chunk writes to one of them, and to one that was free.
+    assert len(step.stores) == 1
+    world.drain()
+    world.check_finished(waiting)
+    [host] = world.scheduler.stats().tiers
+    assert host.stores >= 2
+
+
+def test_loads_beside_others_are_sliced() -> None:
+    world = tiered(num_blocks=20, slow_transfers=True, host_slots=64)
+    world.run(tuple(range(1, 41)))
+    world.run(tuple(range(50, 99)))
+    world.run(tuple(range(150, 199)))
+    other = world.add((30, 31), max_tokens=20)
+    world.step()
+    loading = world.add((*range(1, 41), 99))
+    slices = []
+    while world.scheduler.stats().num_waiting or len(slices) < 2:
+        step = world.step()
+        assert any(part.request_id == other for part in step.requests)
+        slices.append(len(step.loads))
+    assert max(slices) == 1
+    world.drain()
+    world.check_finished(other)
+    world.check_finished(loading)
+    assert world.cached(loading) == 4 * sum(slices)

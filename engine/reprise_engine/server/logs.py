@@ -39,7 +39,7 @@ def describe_start(config: EngineConfig, resolved: ResolvedConfig, *, url: str, 
     tokens = resolved.num_gpu_blocks * resolved.block_size
     caching = "on" if resolved.enable_prefix_caching else "off"
     chunked = "on" if resolved.enable_chunked_prefill else "off"
-    return [
+    lines = [
         f"Reprise {resolved.version} serves {', '.join(names)} at {url}/v1",
         f"  model      {config.model.model}, {resolved.dtype} on {resolved.device}, "
         f"context {resolved.max_model_len} tokens",
@@ -48,6 +48,14 @@ def describe_start(config: EngineConfig, resolved: ResolvedConfig, *, url: str, 
         f"  scheduler  up to {resolved.max_num_seqs} sequences, {resolved.max_num_batched_tokens} tokens a step, "
         f"chunked prefill {chunked}",
     ]
+    cache, tiers = config.cache, []
+    if cache.prefix_cache_host_memory:
+        tiers.append(f"{cache.prefix_cache_host_memory / 2**30:.2f} GiB of host memory")
+    if cache.prefix_cache_dir is not None:
+        tiers.append(f"{cache.disk_size / 2**30:.2f} GiB in {cache.prefix_cache_dir}")
+    if tiers:
+        lines.insert(3, f"  tiers      {', '.join(tiers)}")
+    return lines
 
 
 def last_words(message: str) -> None:

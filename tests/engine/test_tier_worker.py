@@ -1,0 +1,152 @@
+"""The threads of the disk tier: what they are told they do and tell, a store that raises or hangs stops nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from reprise_engine.kv.tiering import DiskCounters, DiskDone
+from reprise_engine.step import SlotId
+from reprise_engine.tiers.host import TierBlock
+from reprise_engine.tiers.keys import BlockKey
+from reprise_engine.tiers.stats import DiskStats
+from reprise_engine.tiers.worker import DiskWorker
+
+ONE = TierBlock(BlockKey(b"1" * 32), None, b"tokens of one")
+TWO = TierBlock(BlockKey(b"2" * 32), ONE.key, b"tokens of two")
+
+
+@dataclass
+class MemoryStore:
+    """The store's interface over a dictionary. `gate` holds up writes while it is closed."""
+
+    records: dict[BlockKey, tuple[BlockKey | None, bytes, bytes]] = field(default_factory=dict)
+    gate: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    closed: bool = False
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self.records
+
+    def read(self, key: BlockKey, *, parent: BlockKey | None, tokens: bytes, into: memoryview) -> bool:
+        if self.error is not None:
+            raise self.error
+        found = self.records.get(key)
+        if found is None or found[:2] != (parent, tokens):
+            return False
+        into[:] = found[2]
+        return True
+
+    def write(self, key: BlockKey, *, parent: BlockKey | None, tokens: bytes, payload: memoryview) -> bool:
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.records[key] = parent, tokens, bytes(payload)
+        return True
+
+    def clear(self) -> int:
+        count = len(self.records)
+        self.records.clear()
+        return count
+
+    def stats(self) -> DiskStats:
+        return DiskStats(records=len(self.records), bytes=5, capacity=9, evictions=2, damaged=3, failures=4)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make(*, open_gate: bool = True) -> tuple[DiskWorker, MemoryStore, list[bytearray]]:
+    store, slots = MemoryStore(), [bytearray(b"a" * 4), bytearray(b"b" * 4), bytearray(4)]
+    if open_gate:
+        store.gate.set()
+    return DiskWorker(store, lambda slot: memoryview(slots[slot])), store, slots
+
+
+def ended(worker: DiskWorker, count: int) -> list[DiskDone]:
+    done: list[DiskDone] = []
+    deadline = time.monotonic() + 60
+    while len(done) < count:
+        assert time.monotonic() < deadline
+        worker.wait(1.0)
+        done += worker.completed()
+    return done
+
+
+def test_what_is_written_is_read_into_another_slot() -> None:
+    worker, _, slots = make()
+    worker.write(SlotId(0), ONE)
+    worker.write(SlotId(1), TWO)
+    assert ended(worker, 2) == [DiskDone(SlotId(0), False, True), DiskDone(SlotId(1), False, True)]
+    assert ONE.key in worker
+    worker.read(SlotId(2), TWO)
+    assert ended(worker, 1) == [DiskDone(SlotId(2), True, True)]
+    assert slots[2] == b"bbbb"
+    worker.read(SlotId(2), TierBlock(TWO.key, None, TWO.tokens))
+    assert ended(worker, 1) == [DiskDone(SlotId(2), True, False)]
+    worker.close(60)
+
+
+def test_a_read_does_not_wait_for_a_write() -> None:
+    worker, store, _ = make(open_gate=False)
+    store.records[TWO.key] = TWO.parent, TWO.tokens, b"twos"
+    worker.write(SlotId(0), ONE)
+    worker.read(SlotId(2), TWO)
+    assert ended(worker, 1) == [DiskDone(SlotId(2), True, True)]
+    assert worker.completed() == []
+    store.gate.set()
+    assert ended(worker, 1) == [DiskDone(SlotId(0), False, True)]
+    worker.close(60)
+
+
+def test_a_store_that_raises_fails_and_the_threads_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    worker, store, _ = make()
+    store.error = OSError("gone")
+    worker.write(SlotId(0), ONE)
+    worker.read(SlotId(1), ONE)
+    assert [done.good for done in ended(worker, 2)] == [False, False]
+    store.error = None
+    worker.write(SlotId(0), ONE)
+    assert [done.good for done in ended(worker, 1)] == [True]
+    worker.close(60)
+    assert sum("disk tier failed" in record.message for record in caplog.records) == 1
+
+
+def test_clear_forgets_what_waits_to_be_written() -> None:
+    worker, store, _ = make(open_gate=False)
+    for _ in range(3):
+        worker.write(SlotId(0), ONE)
+    opened = threading.Timer(0.2, store.gate.set)
+    opened.start()
+    assert worker.clear() in (0, 1)  # the first one may have been under way
+    done = ended(worker, 3)
+    assert sum(one.good for one in done) <= 1
+    assert ONE.key not in worker
+    worker.close(60)
+
+
+def test_close_writes_what_waits_and_closes_the_store() -> None:
+    worker, store, _ = make()
+    for slot, block in enumerate((ONE, TWO)):
+        worker.write(SlotId(slot), block)
+    worker.close(60)
+    assert set(store.records) == {ONE.key, TWO.key}
+    assert store.closed
+
+
+def test_close_waits_only_so_long_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    worker, store, _ = make(open_gate=False)
+    worker.write(SlotId(0), ONE)
+    worker.close(0.1)
+    assert not store.closed
+    assert "did not end within 0.1 s" in caplog.text
+    store.gate.set()
+
+
+def test_the_stores_figures_are_told() -> None:
+    worker, _, _ = make()
+    assert worker.counters() == DiskCounters(records=0, size=5, capacity=9, evictions=2, failures=7)
+    worker.close(60)
