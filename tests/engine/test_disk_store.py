@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,7 +132,8 @@ def test_a_record_of_another_identity_under_our_name_is_not_served(folder: Path,
 @pytest.mark.parametrize("field", [field.name for field in fields(CacheIdentity)])
 def test_every_field_is_part_of_the_identity(field: str) -> None:
     value = getattr(IDENTITY, field)
-    changed = replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "!"})
+    different: dict[str, Any] = {field: value + 1 if isinstance(value, int) else value + "!"}
+    changed = replace(IDENTITY, **different)
     assert changed.digest() != IDENTITY.digest()
     assert len(IDENTITY.digest()) == 16
 

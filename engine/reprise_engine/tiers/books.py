@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from operator import itemgetter
 
 from reprise_engine.tiers.record_files import RecordName, allocated_bytes
 
@@ -53,7 +54,8 @@ class Books:
 
     def replace(self, records: Iterable[tuple[float, RecordName, int]]) -> None:
         """Starts anew with (time, name, size) of what is there."""
-        entries = OrderedDict((name, Entry(allocated_bytes(size), used)) for used, name, size in sorted(records))
+        in_order = sorted(records, key=itemgetter(0))
+        entries = OrderedDict((name, Entry(allocated_bytes(size), used)) for used, name, size in in_order)
         total = sum(entry.size for entry in entries.values())
         with self._lock:
             self._entries, self._bytes = entries, total

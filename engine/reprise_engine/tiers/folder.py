@@ -24,7 +24,7 @@ from pathlib import Path
 from reprise_engine.errors import ConfigError
 
 FOLDER_NAME = "reprise-kv-v1"
-DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
@@ -52,7 +52,7 @@ class PrivateFolder:
         except OSError as error:
             raise _unusable(given, error) from error
         try:
-            self.fd = os.open(self.path, DIRECTORY_FLAGS)
+            self.fd = os.open(self.path, _DIRECTORY_FLAGS)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise ConfigError(
@@ -82,27 +82,23 @@ class PrivateFolder:
     @contextmanager
     def directory(self, *parts: str, create: bool = False) -> Iterator[int]:
         """A descriptor of the folder below this one. Raises OSError (FileNotFoundError without `create`)."""
-        fd = os.dup(self.fd)
+        fd = self.fd
         try:
             for part in parts:
-                below = _open_directory(part, within=fd, create=create)
-                os.close(fd)
+                below = open_directory(part, within=fd, create=create)
+                if fd != self.fd:
+                    os.close(fd)
                 fd = below
             yield fd
         finally:
-            os.close(fd)
-
-    def is_in_place(self) -> bool:
-        """Whether the path still leads to this folder: someone may have removed or replaced it."""
-        try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
-        except OSError:
-            return False
+            if fd != self.fd:
+                os.close(fd)
 
 
-def _open_directory(name: str, *, within: int, create: bool) -> int:
+def open_directory(name: str, *, within: int, create: bool = False) -> int:
+    """A descriptor of the folder of that name; never through a link. Raises OSError."""
     try:
-        return os.open(name, DIRECTORY_FLAGS, dir_fd=within)
+        return os.open(name, _DIRECTORY_FLAGS, dir_fd=within)
     except FileNotFoundError:
         if not create:
             raise
@@ -110,7 +106,7 @@ def _open_directory(name: str, *, within: int, create: bool) -> int:
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=within)
         created = True
-    fd = os.open(name, DIRECTORY_FLAGS, dir_fd=within)
+    fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=within)
     if created:
         os.fchmod(fd, 0o700)
     return fd

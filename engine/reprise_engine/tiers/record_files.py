@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from contextlib import suppress
 from typing import NewType
 
-from reprise_engine.tiers.folder import DIRECTORY_FLAGS, PrivateFolder
+from reprise_engine.tiers.folder import PrivateFolder, open_directory
 from reprise_engine.tiers.keys import BLOCK_KEY_BYTES
 
 RecordName = NewType("RecordName", bytes)
@@ -79,24 +80,23 @@ def _scan_identity(fd: int, prefix: bytes, found: list[tuple[float, RecordName, 
         fan_outs = [entry.name for entry in entries if _FAN_OUT_NAME.fullmatch(entry.name)]
     for fan_out in fan_outs:
         try:
-            below = os.open(fan_out, DIRECTORY_FLAGS, dir_fd=fd)
+            below = open_directory(fan_out, within=fd)
         except OSError:  # a link or a file: not ours
             continue
         try:
             with os.scandir(below) as records:
-                empty = True
-                for record in records:
-                    empty = False
-                    if not _RECORD_NAME.fullmatch(record.name) or not record.is_file(follow_symlinks=False):
-                        continue
-                    try:
-                        status = record.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    name = RecordName(prefix + bytes.fromhex(record.name))
-                    found.append((status.st_mtime, name, status.st_size))
-            if empty:
-                with suppress(OSError):
-                    os.rmdir(fan_out, dir_fd=fd)
+                files = [record.name for record in records]
+            for file in files:
+                if not _RECORD_NAME.fullmatch(file):
+                    continue
+                try:
+                    status = os.stat(file, dir_fd=below, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime, RecordName(prefix + bytes.fromhex(file)), status.st_size))
         finally:
             os.close(below)
+        if not files:
+            with suppress(OSError):
+                os.rmdir(fan_out, dir_fd=fd)
