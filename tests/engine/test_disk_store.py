@@ -166,10 +166,28 @@ def test_the_order_of_use_survives_a_restart(folder: Path) -> None:
             put(store, number)
             age(record_file(folder, number), 1000 - number)
     with closing(open_store(folder, records=3)) as store:
-        assert get(store, 1) is not None  # renews the time of the file
+        assert get(store, 1) is not None  # the time of the file is renewed
     with closing(open_store(folder, records=3)) as store:
         put(store, 4)
         assert [has(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_a_chain_loses_its_end_first_also_after_a_restart(folder: Path) -> None:
+    root_to_end = (1, 2, 3)
+    with closing(open_store(folder, records=4)) as store:
+        for number in (*root_to_end, 4):
+            put(store, number)
+            age(record_file(folder, number), 1000)
+    for _ in range(2):
+        with closing(open_store(folder, records=4)) as store:
+            get(store, 4)
+            for number in root_to_end:
+                get(store, number)
+            store.touch(block(number).key for number in reversed(root_to_end))
+    with closing(open_store(folder, records=4)) as store:
+        put(store, 5)
+        put(store, 6)
+        assert [has(store, number) for number in (*root_to_end, 4)] == [True, True, False, False]
 
 
 def test_what_another_process_uses_is_not_evicted_first(folder: Path) -> None:
@@ -179,6 +197,7 @@ def test_what_another_process_uses_is_not_evicted_first(folder: Path) -> None:
             age(record_file(folder, number), 1000)
     with closing(open_store(folder, records=2)) as store, closing(open_store(folder, records=2)) as other:
         assert get(other, 1) is not None
+        eventually(lambda: record_file(folder, 1).stat().st_mtime > record_file(folder, 2).stat().st_mtime + 60)
         put(store, 3)
         assert [path.name for path in record_files(folder)] == sorted(block(n).key.hex() for n in (1, 3))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from typing import NewType
 
 from reprise_engine.tiers.folder import PrivateFolder, open_directory
@@ -49,11 +52,20 @@ def record_mtime(folder: PrivateFolder, name: RecordName) -> float | None:
         return None
 
 
-def delete_record(folder: PrivateFolder, name: RecordName) -> None:
-    """A record that is gone already is no error. Raises OSError for any other cause."""
+def set_record_mtime(folder: PrivateFolder, name: RecordName, mtime: float) -> None:
+    """Tells the others that it was used. Raises OSError."""
     identity, fan_out, key = record_path(name)
-    with suppress(FileNotFoundError), folder.directory(identity, fan_out) as within:
-        os.unlink(key, dir_fd=within)
+    with folder.directory(identity, fan_out) as within:
+        os.utime(key, (mtime, mtime), dir_fd=within, follow_symlinks=False)
+
+
+def delete_records(folder: PrivateFolder, names: Iterable[RecordName]) -> None:
+    """One that is gone already is no error. Raises OSError for any other cause."""
+    for (identity, fan_out), paths in groupby(map(record_path, names), key=itemgetter(0, 1)):
+        with suppress(FileNotFoundError), folder.directory(identity, fan_out) as within:
+            for _, _, key in paths:
+                with suppress(FileNotFoundError):
+                    os.unlink(key, dir_fd=within)
 
 
 def scan_records(folder: PrivateFolder, identity: bytes | None = None) -> list[tuple[float, RecordName, int]]:
