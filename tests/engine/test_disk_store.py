@@ -17,9 +17,11 @@ import pytest
 
 from reprise_engine.errors import ConfigError
 from reprise_engine.tiers import trouble
+from reprise_engine.tiers.books import Books
 from reprise_engine.tiers.disk import DiskStore
 from reprise_engine.tiers.folder import FOLDER_NAME
 from reprise_engine.tiers.identity import CacheIdentity, canonical_config
+from reprise_engine.tiers.record_files import RecordName
 from tests.engine.disk_stores import (
     IDENTITY,
     OTHER_IDENTITY,
@@ -229,6 +231,20 @@ def test_clear_gives_the_space_back(folder: Path, store: DiskStore) -> None:
     assert (store.stats().records, store.stats().bytes, record_files(folder)) == (0, 0, [])
     assert put(store, 1)
     assert get(store, 1) == block(1).payload
+
+
+def test_what_was_learnt_of_an_old_record_is_not_done_to_a_new_one() -> None:
+    books, name = Books(), RecordName(bytes(48))
+    books.add(name, 1, used=0.0)
+    old = books.get(name)
+    assert old is not None
+    books.add(name, 5000, used=1.0)  # evicted and written again by another process, while this one found nothing
+    books.remove_if_same(name, old)
+    assert (name in books, books.bytes, len(books)) == (True, 8192, 1)
+    new = books.get(name)
+    assert new is not None
+    books.remove_if_same(name, new)
+    assert (name in books, books.bytes, len(books)) == (False, 0, 0)
 
 
 # Other processes (here: other stores on the same folder; test_disk_store_processes.py has real ones)
