@@ -18,7 +18,7 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from reprise_engine.errors import ConfigError
@@ -41,12 +41,8 @@ class PrivateFolder:
             raise ConfigError(f"--prefix-cache-dir is {given}, which is not a folder. Give a folder.") from error
         except OSError as error:
             raise _unusable(given, error) from error
-        created = False
         try:
-            os.mkdir(self.path, 0o700)
-            created = True
-        except FileExistsError:
-            pass
+            _make_directory(str(self.path))
         except NotADirectoryError as error:
             raise ConfigError(f"--prefix-cache-dir is {given}, which is not a folder. Give a folder.") from error
         except OSError as error:
@@ -60,8 +56,6 @@ class PrivateFolder:
                 ) from error
             raise _unusable(given, error) from error
         weakref.finalize(self, os.close, self.fd)
-        if created:
-            os.fchmod(self.fd, 0o700)  # whatever the umask took away
         self._check_private(given)
 
     def _check_private(self, given: Path) -> None:
@@ -102,14 +96,22 @@ def open_directory(name: str, *, within: int, create: bool = False) -> int:
     except FileNotFoundError:
         if not create:
             raise
-    created = False
-    with suppress(FileExistsError):
+    _make_directory(name, within=within)
+    return os.open(name, _DIRECTORY_FLAGS, dir_fd=within)
+
+
+def _make_directory(name: str, *, within: int | None = None) -> None:
+    """Makes it, 0700 whatever the umask took away, unless it is there."""
+    try:
         os.mkdir(name, 0o700, dir_fd=within)
-        created = True
-    fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=within)
-    if created:
-        os.fchmod(fd, 0o700)
-    return fd
+    except FileExistsError:
+        return
+    # O_PATH: needs no permission, and follows no link that took its place.
+    fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        os.chmod(f"/proc/self/fd/{fd}", 0o700)
+    finally:
+        os.close(fd)
 
 
 def _unusable(given: Path, error: OSError) -> ConfigError:
