@@ -11,14 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reprise_engine.errors import ConfigError
 from reprise_engine.tiers import trouble
+from reprise_engine.tiers.books import Books
 from reprise_engine.tiers.disk import DiskStore
 from reprise_engine.tiers.folder import FOLDER_NAME
 from reprise_engine.tiers.identity import CacheIdentity, canonical_config
+from reprise_engine.tiers.record_files import RecordName
 from tests.engine.disk_stores import (
     IDENTITY,
     OTHER_IDENTITY,
@@ -131,7 +134,8 @@ def test_a_record_of_another_identity_under_our_name_is_not_served(folder: Path,
 @pytest.mark.parametrize("field", [field.name for field in fields(CacheIdentity)])
 def test_every_field_is_part_of_the_identity(field: str) -> None:
     value = getattr(IDENTITY, field)
-    changed = replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "!"})
+    different: dict[str, Any] = {field: value + 1 if isinstance(value, int) else value + "!"}
+    changed = replace(IDENTITY, **different)
     assert changed.digest() != IDENTITY.digest()
     assert len(IDENTITY.digest()) == 16
 
@@ -164,10 +168,28 @@ def test_the_order_of_use_survives_a_restart(folder: Path) -> None:
             put(store, number)
             age(record_file(folder, number), 1000 - number)
     with closing(open_store(folder, records=3)) as store:
-        assert get(store, 1) is not None  # renews the time of the file
+        assert get(store, 1) is not None  # the time of the file is renewed
     with closing(open_store(folder, records=3)) as store:
         put(store, 4)
         assert [has(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_a_chain_loses_its_end_first_also_after_a_restart(folder: Path) -> None:
+    root_to_end = (1, 2, 3)
+    with closing(open_store(folder, records=4)) as store:
+        for number in (*root_to_end, 4):
+            put(store, number)
+            age(record_file(folder, number), 1000)
+    for _ in range(2):
+        with closing(open_store(folder, records=4)) as store:
+            get(store, 4)
+            for number in root_to_end:
+                get(store, number)
+            store.touch(block(number).key for number in reversed(root_to_end))
+    with closing(open_store(folder, records=4)) as store:
+        put(store, 5)
+        put(store, 6)
+        assert [has(store, number) for number in (*root_to_end, 4)] == [True, True, False, False]
 
 
 def test_what_another_process_uses_is_not_evicted_first(folder: Path) -> None:
@@ -177,6 +199,7 @@ def test_what_another_process_uses_is_not_evicted_first(folder: Path) -> None:
             age(record_file(folder, number), 1000)
     with closing(open_store(folder, records=2)) as store, closing(open_store(folder, records=2)) as other:
         assert get(other, 1) is not None
+        eventually(lambda: record_file(folder, 1).stat().st_mtime > record_file(folder, 2).stat().st_mtime + 60)
         put(store, 3)
         assert [path.name for path in record_files(folder)] == sorted(block(n).key.hex() for n in (1, 3))
 
@@ -208,6 +231,20 @@ def test_clear_gives_the_space_back(folder: Path, store: DiskStore) -> None:
     assert (store.stats().records, store.stats().bytes, record_files(folder)) == (0, 0, [])
     assert put(store, 1)
     assert get(store, 1) == block(1).payload
+
+
+def test_what_was_learnt_of_an_old_record_is_not_done_to_a_new_one() -> None:
+    books, name = Books(), RecordName(bytes(48))
+    books.add(name, 1, used=0.0)
+    old = books.get(name)
+    assert old is not None
+    books.add(name, 5000, used=1.0)  # evicted and written again by another process, while this one found nothing
+    books.remove_if_same(name, old)
+    assert (name in books, books.bytes, len(books)) == (True, 8192, 1)
+    new = books.get(name)
+    assert new is not None
+    books.remove_if_same(name, new)
+    assert (name in books, books.bytes, len(books)) == (False, 0, 0)
 
 
 # Other processes (here: other stores on the same folder; test_disk_store_processes.py has real ones)

@@ -154,7 +154,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        # Lazily: a test that failed may still have it open.
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

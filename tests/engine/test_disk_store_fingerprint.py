@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -136,8 +137,11 @@ def test_damaged_memory_is_not_believed(model: Path, cache: Path) -> None:
     before = of(model, cache)
     path = cache / FOLDER_NAME / "digests.json"
     text = path.read_text()
+    digests = list(json.loads(text)["digests"].values())
+    flipped = text.replace(digests[0], digests[0][::-1])
+    assert flipped != text
     assert path.stat().st_mode & 0o777 == 0o600
-    for damage in ("", "{}", "[]", text[:-5], text.replace("-", "+", 1), '{"check": "x", "digests": []}'):
+    for damage in (flipped, "", "{}", "[]", text[:-5], text.replace("-", "+", 1), '{"check": "x", "digests": []}'):
         path.write_text(damage)
         assert of(model, cache) == before
 

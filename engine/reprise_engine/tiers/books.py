@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from operator import itemgetter
 
 from reprise_engine.tiers.record_files import RecordName, allocated_bytes
 
@@ -30,6 +31,7 @@ class Books:
         self._lock = threading.Lock()
         self._entries: OrderedDict[RecordName, Entry] = OrderedDict()
         self._bytes = 0
+        self._touched: OrderedDict[RecordName, None] = OrderedDict()
 
     def __contains__(self, name: RecordName) -> bool:
         entry = self._entries.get(name)
@@ -53,10 +55,12 @@ class Books:
 
     def replace(self, records: Iterable[tuple[float, RecordName, int]]) -> None:
         """Starts anew with (time, name, size) of what is there."""
-        entries = OrderedDict((name, Entry(allocated_bytes(size), used)) for used, name, size in sorted(records))
+        in_order = sorted(records, key=itemgetter(0))
+        entries = OrderedDict((name, Entry(allocated_bytes(size), used)) for used, name, size in in_order)
         total = sum(entry.size for entry in entries.values())
         with self._lock:
             self._entries, self._bytes = entries, total
+            self._touched.clear()
 
     def add(self, name: RecordName, size: int, *, used: float) -> None:
         """A record that was just written, as the most recently used one."""
@@ -76,14 +80,29 @@ class Books:
             if self._entries.get(name) is entry:
                 self._forget(name)
 
-    def touch(self, name: RecordName, *, used: float | None = None) -> None:
-        """Makes it the most recently used one; `used` is the new time of its file."""
+    def touch(self, names: Iterable[RecordName]) -> None:
+        """Makes them the most recently used ones, the last of them last; the disk is still to be told."""
+        with self._lock:
+            for name in names:
+                if name in self._entries:
+                    self._entries.move_to_end(name)
+                    self._touched[name] = None
+                    self._touched.move_to_end(name)
+
+    def take_touched(self) -> list[tuple[RecordName, Entry]]:
+        """What was touched since the last time, in that order."""
+        with self._lock:
+            touched = [(name, self._entries[name]) for name in self._touched if name in self._entries]
+            self._touched.clear()
+        return touched
+
+    def defer(self, name: RecordName, *, used: float) -> None:
+        """Another process has used it, at that time."""
         with self._lock:
             entry = self._entries.get(name)
             if entry is not None:
                 self._entries.move_to_end(name)
-                if used is not None:
-                    entry.used = used
+                entry.used = used
 
     def oldest(self) -> tuple[RecordName, Entry] | None:
         """The least recently used record."""

@@ -5,14 +5,14 @@ another evicts it; deleting it gives the disk its space back. A block is 0.2 to 
 beside it, and the file system does the allocation that one big file would have to do itself, across processes.
 
 Who knows what: each process keeps the names, sizes and order of use of all records in memory (`books.py`) and learns of
-the others' changes from the journal (`journal.py`): before each of its own, and once a second (a thread of the store).
+the others' changes from the journal (`journal.py`): before each of its own, and once a second, in a thread.
 So `in` does no I/O, and may be wrong for a second; `read` has the last word.
 
 The bound holds for the folder, all identities together: before a record is put in place, least recently used ones go
 until the sum, with it, is within `capacity_bytes` of who writes. Processes with different bounds each hold their own,
 so the sum is never above the largest. Beyond it there is only what is being written: one temporary file a writing
 thread, and a journal of 1 MiB. The order of use is exact within a process; others see it in the times of the files,
-which a reader renews at most once a minute.
+which the store's thread renews, at most once a minute a record.
 
 Threads: `_commit` serialises the changes of this process and is held while waiting for the lock of the folder. The
 books have a lock of their own, never held during I/O. Reads take neither but for an instant.
@@ -24,7 +24,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +38,12 @@ from reprise_engine.tiers.keys import BLOCK_KEY_BYTES, BlockKey
 from reprise_engine.tiers.record_files import (
     RecordName,
     allocated_bytes,
-    delete_record,
+    delete_records,
     open_record,
     record_mtime,
     record_path,
     scan_records,
+    set_record_mtime,
 )
 from reprise_engine.tiers.records import Found, read_record, record_head, record_size, smallest_record, write_record
 from reprise_engine.tiers.session import open_session
@@ -78,8 +79,8 @@ class DiskStore:
         self._trouble = Trouble(folder)
         self._commit = threading.Lock()
         self._closed = threading.Event()
-        self._session = open_session(folder)
-        self._start()
+        self._session, records = open_session(folder)
+        self._start(records)
         self._watch = threading.Thread(target=self._watch_others, name="reprise-disk-store", daemon=True)
         self._watch.start()
 
@@ -88,6 +89,14 @@ class DiskStore:
     def __contains__(self, key: BlockKey) -> bool:
         """Whether the record is there, as far as known: O(1), no I/O, no lock."""
         return self._name(key) in self._books and not self._closed.is_set()
+
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        """Makes these the most recently used records, the last key last: O(1) a key, no I/O.
+
+        A read does so for its own record. Whoever uses a whole chain touches it from its end to its root afterwards,
+        so that what is evicted first is the end, without which the rest is still of use.
+        """
+        self._books.touch(map(self._name, keys))
 
     def stats(self) -> DiskStats:
         """The figures of this moment."""
@@ -129,7 +138,7 @@ class DiskStore:
         try:
             found = read_record(fd, head, into)
             if found is Found.WHOLE:
-                self._used(name, entry, fd)
+                self._books.touch((name,))
                 return True
         except OSError as error:
             self._unreadable(entry, error)
@@ -138,15 +147,6 @@ class DiskStore:
             os.close(fd)
         self._discard(name, damaged=found is Found.DAMAGED)
         return False
-
-    def _used(self, name: RecordName, entry: Entry | None, fd: int) -> None:
-        now = time.time()
-        if entry is None or now - entry.used < TOUCH_SECONDS:
-            self._books.touch(name)
-            return
-        self._books.touch(name, used=now)
-        with suppress(OSError):  # a folder that became read-only serves on
-            os.utime(fd, (now, now))
 
     def _unreadable(self, entry: Entry | None, error: OSError) -> None:
         """It may be whole, so it is not deleted: it counts until it is evicted or written again."""
@@ -178,7 +178,7 @@ class DiskStore:
             if self._trouble.folder_lost:
                 self._reopen()
             if name in self._books and record_mtime(self._session.folder, name) is not None:
-                self._books.touch(name)
+                self._books.touch((name,))
                 return True
             head = self._head(key, parent, tokens)
             if allocated_bytes(record_size(head, self._payload_bytes)) > self._capacity:
@@ -213,7 +213,7 @@ class DiskStore:
         """Makes room, tells the others, and puts the file in place. The folder is locked."""
         if name in self._books and record_mtime(self._session.folder, name) is not None:
             os.unlink(temporary, dir_fd=within)  # another thread or process was faster
-            self._books.touch(name)
+            self._books.touch((name,))
             return
         if self._books.knows(name):
             self._remove([name])  # gone or unreadable
@@ -237,9 +237,9 @@ class DiskStore:
                 name, entry = oldest
                 mtime = record_mtime(self._session.folder, name)
                 if mtime is not None and mtime > entry.used + _TIME_TOLERANCE:  # another process has used it
-                    self._books.touch(name, used=mtime)
+                    self._books.defer(name, used=mtime)
                     continue
-                delete_record(self._session.folder, name)
+                delete_records(self._session.folder, [name])
                 self._books.remove(name)
                 victims.append(name)
         finally:
@@ -249,8 +249,8 @@ class DiskStore:
 
     def _remove(self, names: Sequence[RecordName]) -> None:
         """The folder is locked."""
+        delete_records(self._session.folder, names)
         for name in names:
-            delete_record(self._session.folder, name)
             self._books.remove(name)
         self._session.journal.append([Change(name, None) for name in names])
 
@@ -271,9 +271,8 @@ class DiskStore:
 
     # The folder, and the others in it
 
-    def _start(self) -> None:
+    def _start(self, records: list[tuple[float, RecordName, int]]) -> None:
         """Takes over what an earlier process left: too much of it, or cut short, goes at once."""
-        records = self._session.records
         self._books.replace(records)
         torn = [n for _, n, size in records if n.startswith(self._identity) and size < self._smallest]
         try:
@@ -289,10 +288,10 @@ class DiskStore:
         """Starts anew after the folder was removed or replaced. Raises ConfigError."""
         with self._commit:
             if not self._closed.is_set():
-                session = open_session(self._given)
+                session, records = open_session(self._given)
                 self._session.close()
                 self._session = session
-                self._books.replace(session.records)
+                self._books.replace(records)
                 self._trouble.folder_lost = False
 
     @contextmanager
@@ -322,6 +321,16 @@ class DiskStore:
                 if self._has_news():
                     with self._exclusive():
                         pass
+                self._tell_of_use()
+
+    def _tell_of_use(self) -> None:
+        """Renews the times of files, in the order in which the records were used; not by more than is needed."""
+        now = time.time()
+        for count, (name, entry) in enumerate(self._books.take_touched()):
+            if now - entry.used >= TOUCH_SECONDS:
+                entry.used = now + count * 1e-6
+                with suppress(OSError):  # it is gone, or the folder became read-only: served all the same
+                    set_record_mtime(self._session.folder, name, entry.used)
 
     def _has_news(self) -> bool:
         with self._commit:
@@ -333,6 +342,7 @@ class DiskStore:
             return
         self._closed.set()
         self._watch.join()
+        self._tell_of_use()
         with self._commit:
             self._session.close()
 

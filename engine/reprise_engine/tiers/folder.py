@@ -18,13 +18,13 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from reprise_engine.errors import ConfigError
 
 FOLDER_NAME = "reprise-kv-v1"
-DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
@@ -41,18 +41,14 @@ class PrivateFolder:
             raise ConfigError(f"--prefix-cache-dir is {given}, which is not a folder. Give a folder.") from error
         except OSError as error:
             raise _unusable(given, error) from error
-        created = False
         try:
-            os.mkdir(self.path, 0o700)
-            created = True
-        except FileExistsError:
-            pass
+            _make_directory(str(self.path))
         except NotADirectoryError as error:
             raise ConfigError(f"--prefix-cache-dir is {given}, which is not a folder. Give a folder.") from error
         except OSError as error:
             raise _unusable(given, error) from error
         try:
-            self.fd = os.open(self.path, DIRECTORY_FLAGS)
+            self.fd = os.open(self.path, _DIRECTORY_FLAGS)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise ConfigError(
@@ -60,8 +56,6 @@ class PrivateFolder:
                 ) from error
             raise _unusable(given, error) from error
         weakref.finalize(self, os.close, self.fd)
-        if created:
-            os.fchmod(self.fd, 0o700)  # whatever the umask took away
         self._check_private(given)
 
     def _check_private(self, given: Path) -> None:
@@ -82,38 +76,42 @@ class PrivateFolder:
     @contextmanager
     def directory(self, *parts: str, create: bool = False) -> Iterator[int]:
         """A descriptor of the folder below this one. Raises OSError (FileNotFoundError without `create`)."""
-        fd = os.dup(self.fd)
+        fd = self.fd
         try:
             for part in parts:
-                below = _open_directory(part, within=fd, create=create)
-                os.close(fd)
+                below = open_directory(part, within=fd, create=create)
+                if fd != self.fd:
+                    os.close(fd)
                 fd = below
             yield fd
         finally:
-            os.close(fd)
-
-    def is_in_place(self) -> bool:
-        """Whether the path still leads to this folder: someone may have removed or replaced it."""
-        try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
-        except OSError:
-            return False
+            if fd != self.fd:
+                os.close(fd)
 
 
-def _open_directory(name: str, *, within: int, create: bool) -> int:
+def open_directory(name: str, *, within: int, create: bool = False) -> int:
+    """A descriptor of the folder of that name; never through a link. Raises OSError."""
     try:
-        return os.open(name, DIRECTORY_FLAGS, dir_fd=within)
+        return os.open(name, _DIRECTORY_FLAGS, dir_fd=within)
     except FileNotFoundError:
         if not create:
             raise
-    created = False
-    with suppress(FileExistsError):
+    _make_directory(name, within=within)
+    return os.open(name, _DIRECTORY_FLAGS, dir_fd=within)
+
+
+def _make_directory(name: str, *, within: int | None = None) -> None:
+    """Makes it, 0700 whatever the umask took away, unless it is there."""
+    try:
         os.mkdir(name, 0o700, dir_fd=within)
-        created = True
-    fd = os.open(name, DIRECTORY_FLAGS, dir_fd=within)
-    if created:
-        os.fchmod(fd, 0o700)
-    return fd
+    except FileExistsError:
+        return
+    # O_PATH: needs no permission, and follows no link that took its place.
+    fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        os.chmod(f"/proc/self/fd/{fd}", 0o700)
+    finally:
+        os.close(fd)
 
 
 def _unusable(given: Path, error: OSError) -> ConfigError:

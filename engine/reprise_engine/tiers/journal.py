@@ -183,7 +183,8 @@ class Journal:
             return
         assert self._sequence is not None
         temporary = self._writer.temporary_name()
-        with self._writer.directory() as within:
+        # Where there is no room for a new file, the old one grows on until there is.
+        with suppress(OSError), self._writer.directory() as within:
             fd = create_file(temporary, within=within)
             try:
                 _write_header(fd, self._sequence + 1)

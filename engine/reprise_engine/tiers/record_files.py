@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from typing import NewType
 
-from reprise_engine.tiers.folder import DIRECTORY_FLAGS, PrivateFolder
+from reprise_engine.tiers.folder import PrivateFolder, open_directory
 from reprise_engine.tiers.keys import BLOCK_KEY_BYTES
 
 RecordName = NewType("RecordName", bytes)
@@ -48,11 +52,20 @@ def record_mtime(folder: PrivateFolder, name: RecordName) -> float | None:
         return None
 
 
-def delete_record(folder: PrivateFolder, name: RecordName) -> None:
-    """A record that is gone already is no error. Raises OSError for any other cause."""
+def set_record_mtime(folder: PrivateFolder, name: RecordName, mtime: float) -> None:
+    """Tells the others that it was used. Raises OSError."""
     identity, fan_out, key = record_path(name)
-    with suppress(FileNotFoundError), folder.directory(identity, fan_out) as within:
-        os.unlink(key, dir_fd=within)
+    with folder.directory(identity, fan_out) as within:
+        os.utime(key, (mtime, mtime), dir_fd=within, follow_symlinks=False)
+
+
+def delete_records(folder: PrivateFolder, names: Iterable[RecordName]) -> None:
+    """One that is gone already is no error. Raises OSError for any other cause."""
+    for (identity, fan_out), paths in groupby(map(record_path, names), key=itemgetter(0, 1)):
+        with suppress(FileNotFoundError), folder.directory(identity, fan_out) as within:
+            for _, _, key in paths:
+                with suppress(FileNotFoundError):
+                    os.unlink(key, dir_fd=within)
 
 
 def scan_records(folder: PrivateFolder, identity: bytes | None = None) -> list[tuple[float, RecordName, int]]:
@@ -79,24 +92,23 @@ def _scan_identity(fd: int, prefix: bytes, found: list[tuple[float, RecordName, 
         fan_outs = [entry.name for entry in entries if _FAN_OUT_NAME.fullmatch(entry.name)]
     for fan_out in fan_outs:
         try:
-            below = os.open(fan_out, DIRECTORY_FLAGS, dir_fd=fd)
+            below = open_directory(fan_out, within=fd)
         except OSError:  # a link or a file: not ours
             continue
         try:
             with os.scandir(below) as records:
-                empty = True
-                for record in records:
-                    empty = False
-                    if not _RECORD_NAME.fullmatch(record.name) or not record.is_file(follow_symlinks=False):
-                        continue
-                    try:
-                        status = record.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    name = RecordName(prefix + bytes.fromhex(record.name))
-                    found.append((status.st_mtime, name, status.st_size))
-            if empty:
-                with suppress(OSError):
-                    os.rmdir(fan_out, dir_fd=fd)
+                files = [record.name for record in records]
+            for file in files:
+                if not _RECORD_NAME.fullmatch(file):
+                    continue
+                try:
+                    status = os.stat(file, dir_fd=below, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime, RecordName(prefix + bytes.fromhex(file)), status.st_size))
         finally:
             os.close(below)
+        if not files:
+            with suppress(OSError):
+                os.rmdir(fan_out, dir_fd=fd)

@@ -20,8 +20,6 @@ class Session:
     folder: PrivateFolder
     writer: Writer
     journal: Journal
-    records: list[tuple[float, RecordName, int]]
-    """What was in it when it was opened: (time of last use, name, size)."""
 
     def close(self) -> None:
         """The folder's descriptor stays open as long as a thread uses it."""
@@ -29,8 +27,8 @@ class Session:
         self.journal.close()
 
 
-def open_session(given: Path) -> Session:
-    """Raises ConfigError, naming --prefix-cache-dir."""
+def open_session(given: Path) -> tuple[Session, list[tuple[float, RecordName, int]]]:
+    """And (time of last use, name, size) of the records in it. Raises ConfigError, naming --prefix-cache-dir."""
     folder = PrivateFolder(given)
     try:
         writer = Writer(folder)
@@ -39,7 +37,7 @@ def open_session(given: Path) -> Session:
         except OSError:
             writer.close()
             raise
-        return Session(folder, writer, journal, scan_records(folder))
+        return Session(folder, writer, journal), scan_records(folder)
     except OSError as error:
         raise ConfigError(
             f"--prefix-cache-dir is {given}, which cannot be used: {error.strerror}. Give a folder on a file system "
