@@ -239,7 +239,7 @@ def test_loads_beside_others_are_sliced() -> None:
     other = world.add((30, 31), max_tokens=20)
     world.step()
     loading = world.add((*range(1, 41), 99))
-    slices = []
+    slices: list[int] = []
     while world.scheduler.stats().num_waiting or len(slices) < 2:
         step = world.step()
         assert any(part.request_id == other for part in step.requests)
