@@ -249,3 +249,34 @@ def test_loads_beside_others_are_sliced() -> None:
     world.check_finished(other)
     world.check_finished(loading)
     assert world.cached(loading) == 4 * sum(slices)
+
+
+def test_what_a_reset_forgot_is_not_written_under_its_name() -> None:
+    disk = FakeDisk(instant=False)
+    world = tiered(disk=disk, host_slots=2, keeps_evicted=False)
+    world.run(FIRST)
+    assert world.scheduler.has_background_work()
+    assert world.scheduler.reset_prefix_cache()[0]
+    world.run(OTHER)
+    world.settle()
+    for block, content in disk.records.values():
+        assert block.tokens[0] >= OTHER[0], f"{content} was written as what was forgotten"
+
+
+def test_a_load_that_waits_for_its_turn_is_not_given_up() -> None:
+    world = tiered(num_blocks=40, slow_transfers=True, host_slots=64)
+    chains = [(start, *range(100, 113)) for start in range(4)]
+    for chain in chains:
+        world.run(chain)
+    for start in (200, 300, 400, 500):
+        world.run(range(start, start + 45))
+    other = world.add((30, 31), max_tokens=40)
+    world.step()
+    loading = [world.add((*chain, 9)) for chain in chains]
+    for _ in range(3):
+        world.step()
+        world.now += 9.0
+    world.drain()
+    for request_id in (other, *loading):
+        world.check_finished(request_id)
+    assert [world.cached(request_id) for request_id in loading] == [12] * 4

@@ -254,6 +254,8 @@ class KVCacheManager:
         dropped = self.pool.drop_cached()
         self.index.remove_all(dropped)
         self._evicted.clear()
+        if self.tiering is not None:
+            self.tiering.forgotten(dropped)
         only_pinned = sum(1 for block, count in self.pins.references() if self.pool.references(block) == count)
         return self.pool.num_active == only_pinned, len(dropped)
 

@@ -32,6 +32,8 @@ from reprise_engine.tiers.keys import BlockKey
 
 LOAD_PATIENCE = 10.0
 """Seconds without progress after which a load is given up, and the request computes: a disk that hangs."""
+_READ_AHEAD_BYTES = 64 * 2**20
+"""A load holds, or waits for: what an abort leaves for nothing, and what another load waits behind."""
 _MOST_LOOKED_AT = 256
 """New blocks looked at a step, most of which may be on the disk already."""
 
@@ -150,6 +152,7 @@ class Tiering:
         self._reading: set[SlotId] = set()
         self._writing: set[SlotId] = set()
         self._most_writing = max(1, slots.num_slots // 2)
+        self._window = max(4, _READ_AHEAD_BYTES // bytes_per_block)
         self._stored = 0
         self._written = 0
         self._dropped = 0
@@ -181,6 +184,11 @@ class Tiering:
         self._due[node.block] = slot
         if wanted_by_disk:
             self._to_write.add(slot)
+
+    def forgotten(self, blocks: Iterable[BlockId]) -> None:
+        """Blocks left the index by a reset: their content is nobody's any more."""
+        for block in blocks:
+            self._new.pop(block, None)
 
     def block_of(self, node: Node) -> TierBlock:
         """The tiers' name of a full block that is, or just was, in the index."""
@@ -234,6 +242,8 @@ class Tiering:
     def advance(self, load: TierLoad, now: float) -> None:
         """Asks for what comes next; ends the load where it cannot go on. To be called until it is done."""
         self._acquire(load)
+        if self.next_slot(load) is not None:
+            load.progress = now  # whatever it waits for, it is not the disk
         for i in range(load.issued, len(load.slots)):
             if self.slots.state(load.slots[i]) is SlotState.FAILED:
                 self._truncate(load, i)
@@ -261,7 +271,7 @@ class Tiering:
         self._truncate(load, load.loaded)
 
     def _acquire(self, load: TierLoad) -> None:
-        while (place := len(load.slots)) < len(load.blocks):
+        while (place := len(load.slots)) < min(len(load.blocks), load.loaded + self._window):
             block = load.blocks[place]
             slot = self.slots.find(block)
             if slot is not None:
