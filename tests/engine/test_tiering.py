@@ -280,3 +280,33 @@ def test_a_load_that_waits_for_its_turn_is_not_given_up() -> None:
     for request_id in (other, *loading):
         world.check_finished(request_id)
     assert [world.cached(request_id) for request_id in loading] == [12] * 4
+
+
+def test_a_store_that_failed_is_not_written_to_the_disk() -> None:
+    disk = FakeDisk(instant=False)
+    world = tiered(disk=disk)
+    world.run(FIRST)
+    world.add((30, 31))
+    step = world.schedule()
+    assert step is not None
+    assert step.stores
+    world.scheduler.discard(step)
+    world.scheduler.check_invariants()
+    world.settle()
+    assert not disk.pending
+    assert len(disk.records) == 3 - len(step.stores)
+
+
+def test_what_leaves_the_pool_again_is_not_stored_again_but_used_last() -> None:
+    world = tiered(host_slots=8)
+    world.run(FIRST)
+    world.run(OTHER)  # FIRST is in host memory
+    world.run((*FIRST, 13))  # three of OTHER's four whole blocks too
+    [before] = world.scheduler.stats().tiers
+    assert before.blocks == 6
+    world.run(range(60, 79))  # FIRST leaves the pool again, and the fourth
+    [after] = world.scheduler.stats().tiers
+    assert (after.stores, after.blocks) == (before.stores + 1, 7)
+    world.run(range(80, 99))  # four more come down: one is free, three of OTHER's go
+    assert world.cached(world.run((*FIRST, 13))) == 12
+    assert world.cached(world.run(OTHER)) < 16
