@@ -45,7 +45,8 @@ class TransferBudget:
         """At least one, so everything gets on. `alone`: the step computes nothing."""
         if alone or not self._steps or self._seconds_per_block <= 0:
             return self._most
-        return max(1, min(self._most, int(_SHARE * min(self._steps) / self._seconds_per_block)))
+        # The least of both before int(): where transfers take no time at all, the other one is infinite.
+        return max(1, int(min(self._most, _SHARE * min(self._steps) / self._seconds_per_block)))
 
     def observe(self, step: Step, result: StepResult, seconds: float) -> None:
         """`seconds` is all that the step took."""

@@ -7,6 +7,9 @@ from itertools import count
 from reprise_engine.cache_report import Tier
 from reprise_engine.kv.hash_algorithms import xxhash_block_hash
 from reprise_engine.loop import EngineCore
+from reprise_engine.request import RequestId, SamplingParams
+from reprise_engine.step import BlockId, BlockLoad, ScheduledRequest, SlotId, Step, StepResult
+from reprise_engine.tier_loads import TransferBudget
 from tests.engine.paged_fake import FakeDisk, World
 
 FIRST = tuple(range(1, 13))  # three blocks of four
@@ -282,6 +285,41 @@ def test_a_load_that_waits_for_its_turn_is_not_given_up() -> None:
     assert [world.cached(request_id) for request_id in loading] == [12] * 4
 
 
+def moved(*, loads: int, transfer_seconds: float, computes: bool = True) -> tuple[Step, StepResult]:
+    part = ScheduledRequest(
+        request_id=RequestId("r"), token_ids=(1,), start=0, block_table=(), samples=True, sampling=SamplingParams()
+    )
+    step = Step(
+        step_id=1,
+        requests=(part,) if computes else (),
+        loads=tuple(BlockLoad(SlotId(i), BlockId(i)) for i in range(loads)),
+    )
+    return step, StepResult(step_id=1, sampled={}, transfer_seconds=transfer_seconds)
+
+
+def test_a_step_moves_a_tenth_of_its_time_and_alone_all_that_an_abort_may_wait_for() -> None:
+    budget = TransferBudget(bytes_per_block=2**20)
+    assert budget.blocks(alone=True) == 64
+    for _ in range(40):
+        # Of 110 ms, 10 ms were 20 blocks: as many are a tenth of the rest.
+        budget.observe(*moved(loads=20, transfer_seconds=0.01), 0.11)
+    assert budget.blocks(alone=False) == 20
+    assert budget.blocks(alone=True) == 64
+    # A long prefill does not make the next token late, and a step without a forward says nothing of one.
+    budget.observe(*moved(loads=0, transfer_seconds=0.0), 8.0)
+    budget.observe(*moved(loads=20, transfer_seconds=0.01, computes=False), 0.01)
+    assert budget.blocks(alone=False) == 20
+    budget.observe(*moved(loads=0, transfer_seconds=0.0), 0.0001)
+    assert budget.blocks(alone=False) == 1
+
+
+def test_transfers_that_take_no_time_are_not_limited_by_it() -> None:
+    budget = TransferBudget(bytes_per_block=2**20)
+    for _ in range(5_000):
+        budget.observe(*moved(loads=1, transfer_seconds=0.0), 1.0)
+    assert budget.blocks(alone=False) == 64
+
+
 def test_a_store_that_failed_is_not_written_to_the_disk() -> None:
     disk = FakeDisk(instant=False)
     world = tiered(disk=disk)
@@ -297,7 +335,7 @@ def test_a_store_that_failed_is_not_written_to_the_disk() -> None:
     assert len(disk.records) == 3 - len(step.stores)
 
 
-def test_what_leaves_the_pool_again_is_not_stored_again_but_used_last() -> None:
+def test_what_leaves_the_pool_again_is_not_stored_again() -> None:
     world = tiered(host_slots=8)
     world.run(FIRST)
     world.run(OTHER)  # FIRST is in host memory
