@@ -13,11 +13,12 @@ from itertools import count
 
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
-from reprise_engine.kv.tiering import DiskCounters, DiskDone, Tiering
+from reprise_engine.kv.tiering import Tiering
 from reprise_engine.loop import EngineCore
 from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams, TokenId
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import BlockId, SlotId, Step, StepResult
+from reprise_engine.tiers.disk_tier import DiskCounters, DiskDone
 from reprise_engine.tiers.host import HostSlots, TierBlock
 from reprise_engine.tiers.keys import BlockKey
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from reprise_engine.kv.tiering import DiskCounters, DiskDone
 from reprise_engine.step import SlotId
+from reprise_engine.tiers.disk_tier import DiskCounters, DiskDone
 from reprise_engine.tiers.host import TierBlock
 from reprise_engine.tiers.keys import BlockKey
 from reprise_engine.tiers.stats import DiskStats

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from reprise_engine.cache_report import Tier, TierStats
 from reprise_engine.kv.hashing import ExtraKeys, TokenBytes, sha256_block_hash
 from reprise_engine.kv.prefix_index import Node
 from reprise_engine.kv.sequence import Match, SequenceBlocks
 from reprise_engine.step import BlockHash, BlockId, BlockStore, SlotId
+from reprise_engine.tiers.disk_tier import DiskTier
 from reprise_engine.tiers.host import HostSlots, SlotState, TierBlock
 from reprise_engine.tiers.keys import BlockKey
 
@@ -43,56 +43,6 @@ def block_key(parent: BlockKey | None, tokens: TokenBytes, extra_keys: ExtraKeys
     if parent is None:
         return BlockKey(sha256_block_hash(None, tokens, extra_keys))
     return BlockKey(sha256_block_hash(BlockHash(parent), tokens, ()))
-
-
-@dataclass(frozen=True, slots=True)
-class DiskDone:
-    """A read into, or a write from, `slot` has ended; `good` if it did what it should."""
-
-    slot: SlotId
-    is_read: bool
-    good: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskCounters:
-    """Of this process, since its start; `records`, `size` and `capacity` (bytes) are of the whole folder, now."""
-
-    records: int = 0
-    size: int = 0
-    capacity: int = 0
-    evictions: int = 0
-    failures: int = 0
-
-
-class DiskTier(Protocol):
-    """The disk as the policy sees it: every call returns at once, what was asked for is done in the background."""
-
-    def __contains__(self, key: BlockKey) -> bool:
-        """Whether the block is likely to be there; a read has the last word."""
-        ...
-
-    def read(self, slot: SlotId, block: TierBlock) -> None: ...
-
-    def write(self, slot: SlotId, block: TierBlock) -> None: ...
-
-    def completed(self) -> list[DiskDone]:
-        """What has ended since the last call, in any order."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Until something has ended that completed() has not told, at most so long."""
-        ...
-
-    def clear(self) -> int:
-        """Forgets all blocks, those waiting to be written too; returns how many there were on the disk."""
-        ...
-
-    def counters(self) -> DiskCounters: ...
-
-    def close(self, seconds: float) -> None:
-        """Writes what it was told to write, for at most so long."""
-        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -171,10 +121,12 @@ class Tiering:
         is_new = self._new.pop(node.block, None) is not None
         block = self.block_of(node)
         slot = self.slots.find(block)
+        wanted_by_disk = is_new and self.disk is not None and block.key not in self.disk and self._may_write
         if slot is not None:
             self.slots.touch(slot)
+            if self.disk is not None and wanted_by_disk and self._is_writable(slot):
+                self._write(self.disk, slot)
             return
-        wanted_by_disk = is_new and self.disk is not None and block.key not in self.disk and self._may_write
         if not self._keeps_evicted and not wanted_by_disk:
             return
         slot = self.slots.take(block)
@@ -345,7 +297,7 @@ class Tiering:
                     self.slots.mark_cold(slot)
                     self._to_write.add(slot)
                     stores.append(BlockStore(block_id, slot))
-                elif self.slots.state(slot) is SlotState.READY and slot not in self._writing:
+                elif self._is_writable(slot):
                     self._write(disk, slot)
             del self._new[block_id]
 
@@ -361,6 +313,9 @@ class Tiering:
         if good:
             self._stored += len(self._stores)
         self._stores = ()
+
+    def _is_writable(self, slot: SlotId) -> bool:
+        return self.slots.state(slot) is SlotState.READY and slot not in self._writing
 
     def _write(self, disk: DiskTier, slot: SlotId) -> None:
         self.slots.hold(slot)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from reprise_engine.kv.tiering import DiskCounters, DiskDone
 from reprise_engine.step import SlotId
+from reprise_engine.tiers.disk_tier import DiskCounters, DiskDone
 from reprise_engine.tiers.host import TierBlock
 from reprise_engine.tiers.keys import BlockKey
 
