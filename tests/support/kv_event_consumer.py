@@ -113,7 +113,9 @@ class Consumer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=0)
+        for socket in (self._sub, self._replay):
+            socket.close(linger=0)
+        self._context.term()
 
     def follow(self, until: int, *, seconds: float = 60.0) -> None:
         """Takes in everything up to sequence number `until`."""

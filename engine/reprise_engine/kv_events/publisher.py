@@ -64,7 +64,7 @@ class ZmqPublisher:
         try:
             self._open_sockets(config)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._close_sockets(linger=0)
             raise
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
@@ -111,7 +111,7 @@ class ZmqPublisher:
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
         if self._thread is None or not self._thread.is_alive():
-            self._context.destroy(linger=_LINGER_MILLISECONDS)
+            self._close_sockets(linger=_LINGER_MILLISECONDS)
             os.close(self._woken)
             os.close(self._wake)
 
@@ -129,6 +129,12 @@ class ZmqPublisher:
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._replay.setsockopt(zmq.MAXMSGSIZE, _LONGEST_REQUEST)
             _open(self._replay, "replay_endpoint", config.replay_endpoint, bind=True)
+
+    def _close_sockets(self, *, linger: int) -> None:
+        self._pub.close(linger=linger)
+        if self._replay is not None:
+            self._replay.close(linger=linger)
+        self._context.term()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it has been woken often enough
