@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import xxhash
@@ -131,7 +131,8 @@ def test_the_cache_names_and_keeps_apart_what_adapters_computed() -> None:
     hasher = block_hasher("sha256_cbor", {})
     kv = KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=True, hasher=hasher)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    for keys in ({}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "s"}):
+    cases: list[dict[str, Any]] = [{}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "s"}]
+    for keys in cases:
         sequence = kv.sequence(**keys)
         match = kv.lookup(sequence, tokens)
         assert match.num_tokens == 0

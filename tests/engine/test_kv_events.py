@@ -258,7 +258,7 @@ def test_vllms_structs_encode_to_the_same_bytes() -> None:
         ],
         data_parallel_rank=0,
     )
-    ours = [STORED, BlockRemoved(hashes=(BlockHash(bytes(31) + b"\x07"),)), AllBlocksCleared()]
+    ours: list[KVEvent] = [STORED, BlockRemoved(hashes=(BlockHash(bytes(31) + b"\x07"),)), AllBlocksCleared()]
     assert WireFormat().encode(ours, timestamp=1.5) == msgspec.msgpack.encode(theirs)
 
 
@@ -273,7 +273,7 @@ def test_without_salt_and_adapter_there_are_nulls_one_a_block() -> None:
 
 def test_older_consumers_get_arrays_in_vllms_old_order() -> None:
     wire = WireFormat("array")
-    events = [STORED, BlockRemoved(hashes=STORED.hashes[1:]), AllBlocksCleared()]
+    events: list[KVEvent] = [STORED, BlockRemoved(hashes=STORED.hashes[1:]), AllBlocksCleared()]
     timestamp, [stored, removed, cleared], rank = msgspec.msgpack.decode(wire.encode(events, timestamp=1.5))
     assert (timestamp, rank) == (1.5, 0)
     assert stored[:8] == [

@@ -21,7 +21,7 @@ import zmq
 from reprise_engine import LLM, SamplingParams
 from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig
 from reprise_engine.errors import ConfigError
-from reprise_engine.kv.events import BlockStored, KVEvent
+from reprise_engine.kv.events import AllBlocksCleared, BlockStored, KVEvent
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.hashing import encode_blocks, encode_tokens
 from reprise_engine.kv_events.config import KVEventsConfig
@@ -158,15 +158,46 @@ def test_a_full_queue_drops_shows_a_gap_and_asks_for_a_snapshot(tmp_path: Path) 
             assert not publisher.wants_snapshot, "there is no room for one yet"
             publisher.start()
             _until(lambda: publisher.wants_snapshot)
-            publisher.publish(stored(9))
-            assert not publisher.wants_snapshot
-            # A consumer whose subscription came too late for the first two sees only what is new, and that it is.
-            consumer.receive()
-            while consumer.next < 5:
-                consumer.receive()
-            assert consumer.gaps[-1] in {(2, 4), (0, 4)}
+            publisher.publish(stored(8))  # of no use to anybody who missed the others
+            assert publisher.wants_snapshot
+            assert (publisher.published, publisher.dropped) == (2, 3)
+            sent = 5
+            while not consumer.cached.blocks.keys() & _hashes(stored(9)):  # its subscription may still be under way
+                publisher.publish([AllBlocksCleared(), *stored(9)])
+                assert not publisher.wants_snapshot
+                sent += 1
+                consumer.poll()
+            assert consumer.cached.hashes == _hashes(stored(9))
+            consumer.follow(sent - 1)
+            assert consumer.gaps[0][0] in {0, 2}
+            assert consumer.gaps[0][1] >= 5
     finally:
         publisher.close()
+
+
+def _hashes(events: list[KVEvent]) -> set[int]:
+    return {low_64_bits(one) for event in events if isinstance(event, BlockStored) for one in event.hashes}
+
+
+def test_a_gap_shows_in_the_numbers_and_a_replay_fills_it(tmp_path: Path) -> None:
+    settings = config(tmp_path, buffer_steps=2)
+    with publishing(settings) as publisher:
+        expected = set()
+        for number in range(5):
+            publisher.publish(stored(number))
+            expected |= _hashes(stored(number))
+        with consuming(settings) as consumer:
+            number = 5
+            while not consumer.next:
+                publisher.publish(stored(number))
+                expected |= _hashes(stored(number))
+                number += 1
+                consumer.poll()
+            [(missing, received)] = consumer.gaps
+            assert missing == 0
+            assert received >= 5
+            consumer.follow(number - 1)
+            assert consumer.cached.hashes == expected
 
 
 def test_a_consumer_that_does_not_read_stalls_nobody_and_costs_bounded_memory(
@@ -183,8 +214,7 @@ def test_a_consumer_that_does_not_read_stalls_nobody_and_costs_bounded_memory(
         while not (sleeper.poll(20) and reader.next):  # both are subscribed
             publisher.publish(stored(sent))
             sent += 1
-            if reader._sub.poll(20):
-                reader.receive()
+            reader.poll()
         reader.follow(sent - 1)
         missed_before = len(reader.gaps)
         before = psutil.Process().memory_info().rss

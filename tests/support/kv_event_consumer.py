@@ -122,12 +122,17 @@ class Consumer:
         deadline = time.monotonic() + seconds
         while self.next <= until:
             assert time.monotonic() < deadline, f"number {self.next} does not come"
-            if self._sub.poll(200):
-                self.receive()
-            elif self._can_replay:
+            if not self.poll(200) and self._can_replay:
                 self.catch_up()
 
-    def receive(self) -> None:
+    def poll(self, milliseconds: int = 20) -> bool:
+        """Takes in the next batch, where one comes."""
+        if not self._sub.poll(milliseconds):
+            return False
+        self._receive()
+        return True
+
+    def _receive(self) -> None:
         topic, number, payload = self._sub.recv_multipart()
         self.topics.add(topic)
         sequence = int.from_bytes(number, "big")

@@ -59,7 +59,7 @@ class EventLog:
         self._block_size = block_size
         self._medium = medium
         self._events: list[KVEvent] = []
-        # The event that may still grow; at most one of the two.
+        # What may still grow; of the two the run comes first, since a store behind a removal begins anew.
         self._run: list[Node] = []
         self._removed: list[BlockHash] = []
 
@@ -71,11 +71,8 @@ class EventLog:
 
     def removed(self, node: Node) -> None:
         """A node left the index; of a tail nobody was told."""
-        if node.block_hash is None:
-            return
-        if self._run:
-            self._close()
-        self._removed.append(node.block_hash)
+        if node.block_hash is not None:
+            self._removed.append(node.block_hash)
 
     def reset(self, gone: Iterable[Node | None], *, all_gone: bool) -> None:
         """`gone` left the index together, leaves first. `all_gone`: nothing is left in it."""

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import zmq
 
 from reprise_engine.errors import ConfigError
-from reprise_engine.kv.events import KVEvent
+from reprise_engine.kv.events import AllBlocksCleared, KVEvent
 from reprise_engine.kv_events.config import FLAG, KVEventsConfig
 from reprise_engine.kv_events.replay import PublishedBatch, ReplayLog
 from reprise_engine.kv_events.wire import WireFormat
@@ -54,7 +54,7 @@ class ZmqPublisher:
         self._failed = 0
         self._stalled = 0
         self._told = 0
-        self._told_at = -_SECONDS_BETWEEN_WARNINGS
+        self._told_at = float(-_SECONDS_BETWEEN_WARNINGS)
         self._log = ReplayLog(config.buffer_steps)
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -82,7 +82,10 @@ class ZmqPublisher:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether the next batch should say all that is cached: something was lost, and there is room again."""
+        """Whether the next batch should say all that is cached: something was lost, and there is room again.
+
+        Such a batch begins with AllBlocksCleared.
+        """
         return self._lost and len(self._queue) < self._max_queue_size
 
     def start(self) -> None:
@@ -90,10 +93,11 @@ class ZmqPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queues a batch; never waits. What answers `wants_snapshot` is published the same way."""
+        """Queues a batch; never waits. Once one is dropped so are all others, up to one that begins by clearing all."""
         batch = PublishedBatch(self._next, time.time(), events)
         self._next += 1
-        if len(self._queue) >= self._max_queue_size:
+        says_all = isinstance(events[0], AllBlocksCleared)
+        if len(self._queue) >= self._max_queue_size or (self._lost and not says_all):
             self._overflown += len(events)
             self._lost = True
             return
@@ -224,7 +228,7 @@ def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, *, bind: bool) ->
     except zmq.ZMQError as error:
         what = "listen on" if bind else "connect to"
         raise ConfigError(
-            f"{FLAG}: cannot {what} {name} {endpoint!r}: {zmq.strerror(error.errno)}; choose another one."
+            f"{FLAG}: cannot {what} {name} {endpoint!r}: {zmq.strerror(error.errno or 0)}; choose another one."
         ) from error
     path = endpoint.removeprefix("ipc://")
     if bind and path != endpoint and not path.startswith("@"):
