@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.errors import RequestError
+from reprise_engine.kv.events import KVEvent
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 from reprise_engine.scheduler import Scheduler
@@ -15,6 +17,10 @@ from reprise_engine.step import Step, StepResult
 
 _DISK_PATIENCE = 0.01
 """Seconds that a step may wait for the disk where nothing else is to be done; then whoever drives it looks around."""
+_CLOSE_PATIENCE = 2.0
+"""Seconds for the record that is being written."""
+FLUSH_SECONDS = 5.0
+"""At the end, for what is to go to the disk. The API process waits twice as long."""
 
 
 class Runner(Protocol):
@@ -26,13 +32,40 @@ class Runner(Protocol):
         ...
 
 
+class KVEventSink(Protocol):
+    """Takes the events of the prefix cache to whoever follows it. Never waits."""
+
+    @property
+    def published(self) -> int: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether something was lost, so that the next batch should say all that is cached."""
+        ...
+
+    def publish(self, events: Sequence[KVEvent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """A scheduler and a runner, driven step by step by whoever owns it (the engine process, or `LLM` in its own)."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        kv_events: KVEventSink | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._kv_events = kv_events
 
     def submit(self, requests: Iterable[EngineRequest]) -> tuple[RequestOutput, ...]:
         """Queues requests. A request that can never be served comes back as an output with `error` set."""
@@ -55,6 +88,7 @@ class EngineCore:
         """One forward pass; nothing where there is no work. Waits a moment where there is some, but the disk has it."""
         step = self._scheduler.schedule(self._clock())
         if step is None:
+            self._publish()  # a request that waits for the disk may have pushed others out
             self._scheduler.wait(_DISK_PATIENCE)
             return ()
         try:
@@ -62,13 +96,15 @@ class EngineCore:
         except BaseException:  # Ctrl-C in a notebook too
             self._scheduler.discard(step)
             raise
-        return self._scheduler.commit(step, result, self._clock())
+        outputs = self._scheduler.commit(step, result, self._clock())
+        self._publish()
+        return outputs
 
     def has_background_work(self) -> bool:
         """Whether step() has something to do besides requests: blocks are on their way to the disk."""
         return self._scheduler.has_background_work()
 
-    def flush(self, seconds: float) -> bool:
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Ends every request and carries down what is to go to the disk. False where the time did not suffice."""
         self._scheduler.abort_all()
         deadline = self._clock() + seconds
@@ -76,22 +112,27 @@ class EngineCore:
             self.step()
         return not self._scheduler.has_background_work()
 
-    def close(self, *, seconds: float = 5.0) -> None:
-        """flush(), and the end of all threads. Nothing may be submitted any more."""
-        deadline = self._clock() + seconds
-        self.flush(seconds)
-        self._scheduler.close(max(0.0, deadline - self._clock()))
-
     def reset_tiers(self) -> tuple[int, int]:
         """Returns the freed blocks of host memory and disk; see `Scheduler.reset_tiers`."""
         return self._scheduler.reset_tiers()
 
     def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+        stats, sink = self._scheduler.stats(), self._kv_events
+        if sink is None:
+            return stats
+        return replace(stats, num_kv_events_published=sink.published, num_kv_events_dropped=sink.dropped)
+
+    def close(self) -> None:
+        """Publishes the last events, ends all threads. To be called once, at the end; see flush()."""
+        self._scheduler.close(_CLOSE_PATIENCE)
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
         """Returns (success, freed blocks); see `Scheduler.reset_prefix_cache`."""
-        return self._scheduler.reset_prefix_cache(include_pins=include_pins)
+        result = self._scheduler.reset_prefix_cache(include_pins=include_pins)
+        self._publish()
+        return result
 
     def unpin(self, name: str) -> bool:
         """See `Scheduler.unpin`."""
@@ -100,3 +141,8 @@ class EngineCore:
     def inspect_prefix_cache(self) -> PrefixCacheReport:
         """See `Scheduler.inspect_prefix_cache`."""
         return self._scheduler.inspect_prefix_cache()
+
+    def _publish(self) -> None:
+        sink, kv = self._kv_events, self._scheduler.kv
+        if sink is not None and (events := kv.take_events()):
+            sink.publish(kv.snapshot_events() if sink.wants_snapshot else events)

@@ -104,6 +104,8 @@ class SchedulerStats:
     num_pinned_blocks: int = 0
     tiers: tuple[TierStats, ...] = ()
     """Below the pool, the fastest first."""
+    num_kv_events_published: int = 0
+    num_kv_events_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,13 +150,15 @@ def serve(connection: Connection) -> int:
     send(Ready(resolved))
     try:
         EngineLoop(core, connection).run()
-        core.close()
+        core.flush()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the API process is gone; nobody is left to tell
     except Exception as error:
         logger.exception("the engine process cannot go on")
         send(Died(message=f"{type(error).__name__}: {error}", details=traceback.format_exc()))
         return 1
+    finally:
+        core.close()
     return 0
 
 

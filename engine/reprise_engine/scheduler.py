@@ -56,6 +56,7 @@ class Scheduler:
         hasher: BlockHasher = sha256_block_hash,
         pin_budget: int = 0,
         tiering: Tiering | None = None,
+        record_kv_events: bool = False,
     ) -> None:
         budget = config.batched_tokens(max_model_len=max_model_len)
         if not config.enable_chunked_prefill and budget < max_model_len:
@@ -70,6 +71,7 @@ class Scheduler:
             hasher=hasher,
             pin_budget=pin_budget,
             tiering=tiering,
+            record_events=record_kv_events,
         )
         self._budget = budget
         self._chunked = config.enable_chunked_prefill

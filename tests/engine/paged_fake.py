@@ -14,7 +14,7 @@ from itertools import count
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
 from reprise_engine.kv.tiering import Tiering
-from reprise_engine.loop import EngineCore
+from reprise_engine.loop import EngineCore, KVEventSink
 from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams, TokenId
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import BlockId, SlotId, Step, StepResult
@@ -205,6 +205,8 @@ class World:
         keeps_evicted: bool = True,
         slow_transfers: bool = False,
         hasher: BlockHasher = sha256_block_hash,
+        record_kv_events: bool = False,
+        kv_events: KVEventSink | None = None,
     ) -> None:
         """`host_slots` above 0 make a host tier; without `keeps_evicted` they only pass blocks to `disk` and back.
 
@@ -236,12 +238,13 @@ class World:
             hasher=hasher,
             pin_budget=pin_budget,
             tiering=tiering,
+            record_kv_events=record_kv_events or kv_events is not None,
         )
         self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size, num_slots=host_slots)
         self.runner.transfer_seconds = 0.2 if slow_transfers else 0.0
         if disk is not None:
             disk.host = self.runner.host
-        self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now)
+        self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now, kv_events=kv_events)
         self.now = 100.0
         self.outputs: dict[RequestId, list[RequestOutput]] = {}
         self.requests: dict[RequestId, EngineRequest] = {}

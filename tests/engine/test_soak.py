@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ _MOST_WAITING = 24
 class Soak:
     """Clients that submit, leave, come back with the next turn, and an operator that resets the cache."""
 
-    def __init__(self, seed: int, *, host_slots: int = 0, with_disk: bool = False) -> None:
+    def __init__(self, seed: int, *, host_slots: int = 0, with_disk: bool = False, **world: Any) -> None:
         self.random = random.Random(seed)
         self.disk = FakeDisk(instant=False, capacity=self.random.choice([8, 40])) if with_disk else None
         num_blocks, block_size = self.random.randint(6, 24), self.random.choice([1, 2, 3, 4, 8])
@@ -41,6 +42,7 @@ class Soak:
             disk=self.disk,
             keeps_evicted=not with_disk or host_slots == 64,
             slow_transfers=self.random.random() < 0.5,
+            **world,
         )
         self.conversations: list[tuple[int, ...]] = [(1, 2, 3), (1, 2, 4, 4, 4), (9,)]
         self.running: set[RequestId] = set()

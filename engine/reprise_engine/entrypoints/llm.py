@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from reprise_engine.config import (
 )
 from reprise_engine.core import build_core
 from reprise_engine.errors import ContextLengthExceeded, RequestError
+from reprise_engine.kv_events.config import KVEventsConfig
+from reprise_engine.loop import EngineCore
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput, SamplingParams, TokenId, TokenLogprobs
 from reprise_engine.text import OutputText, Tokenizer, load_tokenizer
@@ -123,12 +126,15 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_chunked_prefill: bool = True,
         chat_template: str | None = None,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
     ) -> None:
         """Loads the model. Raises ConfigError, ModelError or InsufficientMemory.
 
         `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids
-        and completions have no text.
+        and completions have no text. `kv_events_config` is what the server takes as `--kv-events-config`.
         """
+        if not isinstance(kv_events_config, KVEventsConfig):
+            kv_events_config = KVEventsConfig.of(kv_events_config or {})
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(model, tokenizer=tokenizer, revision=revision, chat_template=chat_template)
@@ -158,9 +164,12 @@ class LLM:
                     max_num_batched_tokens=max_num_batched_tokens,
                     enable_chunked_prefill=enable_chunked_prefill,
                 ),
+                kv_events=kv_events_config,
                 device=device,
             )
         )
+        # Also when the interpreter ends: the last events are published, the last blocks written.
+        self._finalizer = weakref.finalize(self, _end, self._core)
         self._num_requests = 0
 
     @property
@@ -185,11 +194,11 @@ class LLM:
         return success
 
     def close(self) -> None:
-        """Writes what the cache still has for `prefix_cache_dir`, for some seconds, and ends its threads.
+        """Writes what the cache still has for `prefix_cache_dir`, for some seconds, and ends all threads.
 
-        Without it the next process finds only what was written so far. Nothing can be generated afterwards.
+        Nothing can be generated afterwards. Where it is not called, this happens when the LLM is collected.
         """
-        self._core.close()
+        self._finalizer()
 
     def generate(
         self,
@@ -355,6 +364,11 @@ class LLM:
                 generation.finish_reason = finish_reason.value
                 if output.finish_reason is None:
                     self._core.abort([output.request_id])
+
+
+def _end(core: EngineCore) -> None:
+    core.flush()
+    core.close()
 
 
 def _output_of(generation: _Generation) -> GenerationOutput:
