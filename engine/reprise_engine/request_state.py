@@ -5,10 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from reprise_engine.cache_report import CacheExplanation
+from reprise_engine.cache_report import CacheExplanation, PinnedPrefix
 from reprise_engine.kv.sequence import SequenceBlocks
 from reprise_engine.kv.tiering import TierLoad
-from reprise_engine.request import RequestId, SamplingParams, TokenId
+from reprise_engine.request import (
+    FinishReason,
+    RequestId,
+    RequestOutput,
+    RequestTimes,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+)
 
 Rank = tuple[int, float, int]
 """(priority, arrival time, order of add): the lower, the sooner."""
@@ -74,3 +82,32 @@ def remove(queue: list[RequestState], state: RequestState) -> bool:
         return False
     del queue[position]
     return True
+
+
+def output_of(
+    state: RequestState,
+    *,
+    new_token_ids: tuple[TokenId, ...] = (),
+    new_logprobs: tuple[TokenLogprobs, ...] = (),
+    finish_reason: FinishReason | None,
+    stop_token_id: TokenId | None = None,
+    pinned: PinnedPrefix | None = None,
+) -> RequestOutput:
+    """What the client is told."""
+    return RequestOutput(
+        request_id=state.request_id,
+        new_token_ids=new_token_ids,
+        new_logprobs=new_logprobs,
+        finish_reason=finish_reason,
+        stop_token_id=stop_token_id,
+        prompt_tokens=state.prompt_length,
+        cached_tokens=state.cached_tokens,
+        cache_explanation=state.explanation if state.explain_cache else None,
+        pinned=pinned,
+        times=RequestTimes(
+            arrival=state.arrival,
+            first_scheduled=state.first_scheduled,
+            first_token=state.first_token,
+            last_token=state.last_token,
+        ),
+    )

@@ -16,10 +16,10 @@ from bisect import insort
 from collections.abc import Iterable
 
 from reprise_engine.cache_accounting import CacheAccounting
-from reprise_engine.cache_report import MissReason, PinnedPrefix, PrefixCacheReport, TierStats
+from reprise_engine.cache_report import MissReason, PrefixCacheReport, TierStats
 from reprise_engine.config import SchedulerConfig
-from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
-from reprise_engine.kv.hashing import MAX_TOKEN_ID, BlockHasher, sha256_block_hash
+from reprise_engine.errors import ConfigError, RequestError
+from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
 from reprise_engine.kv.manager import KVCacheManager
 from reprise_engine.kv.sequence import NextBlock
 from reprise_engine.kv.tiering import Tiering
@@ -29,11 +29,11 @@ from reprise_engine.request import (
     FinishReason,
     RequestId,
     RequestOutput,
-    RequestTimes,
     TokenId,
     TokenLogprobs,
 )
-from reprise_engine.request_state import Rank, RequestState, rank_of, remove
+from reprise_engine.request_limits import check_prompt, checked_max_tokens
+from reprise_engine.request_state import Rank, RequestState, output_of, rank_of, remove
 from reprise_engine.step import Step, StepResult
 from reprise_engine.step_builder import StepBuilder
 from reprise_engine.tier_loads import TierLoads
@@ -97,13 +97,12 @@ class Scheduler:
         RequestError for an empty prompt, a token id out of range, max_tokens below 1, or an id that is in use.
         """
         prompt = request.prompt_token_ids
-        if not prompt:
-            raise RequestError("The prompt is empty; at least one token is needed.", param="prompt")
-        if min(prompt) < 0 or max(prompt) > MAX_TOKEN_ID:
-            raise RequestError("The prompt holds a token id that is not in any vocabulary.", param="prompt")
+        check_prompt(request)
         if request.request_id in self._states:
             raise RequestError(f"request_id {request.request_id!r} is in use; ids must be unique.", param="request_id")
-        max_tokens = self._checked_max_tokens(request)
+        max_tokens = checked_max_tokens(
+            request, max_model_len=self._max_model_len, room=self.kv.num_blocks * self.kv.block_size
+        )
         sampling = request.sampling
         self._added += 1
         state = RequestState(
@@ -140,7 +139,7 @@ class Scheduler:
                 state.aborted = True
             else:
                 self._drop(state)
-            outputs.append(self._output(state, finish_reason=FinishReason.ABORT))
+            outputs.append(output_of(state, finish_reason=FinishReason.ABORT))
         return tuple(outputs)
 
     def abort_all(self) -> tuple[RequestOutput, ...]:
@@ -386,7 +385,7 @@ class Scheduler:
             self._drop(state)
             if state.pin is not None:
                 pinned = self.kv.pin(state.pin, state.blocks, state.tokens[: state.computed])
-        return self._output(
+        return output_of(
             state,
             new_token_ids=(token,),
             new_logprobs=() if logprobs is None else (logprobs,),
@@ -412,56 +411,3 @@ class Scheduler:
         del self._states[state.request_id]
         if not remove(self._running, state):
             remove(self._waiting, state)
-
-    def _checked_max_tokens(self, request: EngineRequest) -> int:
-        prompt_length = len(request.prompt_token_ids)
-        asked = request.sampling.max_tokens
-        if asked is not None and asked < 1:
-            raise RequestError(f"max_tokens is {asked}; it must be at least 1.", param="max_tokens")
-        room = self.kv.num_blocks * self.kv.block_size
-        # At least one token is generated, also where the prompt leaves no room: that is the error below.
-        max_tokens = max(1, min(self._max_model_len, room) - prompt_length) if asked is None else asked
-        total = prompt_length + max_tokens
-        if total > self._max_model_len:
-            raise ContextLengthExceeded(
-                f"The prompt has {prompt_length} tokens and max_tokens is {max_tokens}, {total} together; the model's "
-                f"context length is {self._max_model_len}. Shorten the prompt or lower max_tokens.",
-                param="max_tokens" if prompt_length < self._max_model_len else "prompt",
-                code="context_length_exceeded",
-            )
-        if total > room:
-            raise ContextLengthExceeded(
-                f"The prompt has {prompt_length} tokens and max_tokens is {max_tokens}, {total} together; the whole KV "
-                f"cache holds {room}. Shorten the prompt, lower max_tokens, or raise --gpu-memory-utilization.",
-                param="max_tokens" if prompt_length < room else "prompt",
-                code="context_length_exceeded",
-            )
-        return max_tokens
-
-    @staticmethod
-    def _output(
-        state: RequestState,
-        *,
-        new_token_ids: tuple[TokenId, ...] = (),
-        new_logprobs: tuple[TokenLogprobs, ...] = (),
-        finish_reason: FinishReason | None,
-        stop_token_id: TokenId | None = None,
-        pinned: PinnedPrefix | None = None,
-    ) -> RequestOutput:
-        return RequestOutput(
-            request_id=state.request_id,
-            new_token_ids=new_token_ids,
-            new_logprobs=new_logprobs,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
-            prompt_tokens=state.prompt_length,
-            cached_tokens=state.cached_tokens,
-            cache_explanation=state.explanation if state.explain_cache else None,
-            pinned=pinned,
-            times=RequestTimes(
-                arrival=state.arrival,
-                first_scheduled=state.first_scheduled,
-                first_token=state.first_token,
-                last_token=state.last_token,
-            ),
-        )
