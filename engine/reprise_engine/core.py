@@ -34,7 +34,7 @@ from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory, profile_npu
 from reprise_engine.scheduler import Scheduler
-from reprise_engine.tier_setup import build_tiers, num_host_slots
+from reprise_engine.tier_setup import build_tiers, check_folder, num_host_slots
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ def _build(
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
 
+    check_folder(config.cache)
     kernels = load_kernels() if device_type == "cpu" else None
     model = load_model(config.model, device=device, kernels=kernels, progress=progress)
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)

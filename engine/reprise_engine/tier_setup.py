@@ -15,6 +15,7 @@ from reprise_engine.native import Kernels
 from reprise_engine.runner.transfer import KVTransfer, create_transfer
 from reprise_engine.tiers.disk import DiskStore
 from reprise_engine.tiers.fingerprint import content_files, fingerprint_files
+from reprise_engine.tiers.folder import PrivateFolder
 from reprise_engine.tiers.host import HostSlots
 from reprise_engine.tiers.identity import CacheIdentity, canonical_config
 from reprise_engine.tiers.worker import DiskWorker
@@ -35,6 +36,12 @@ class Tiers:
 
     transfer: KVTransfer
     tiering: Tiering
+
+
+def check_folder(cache: CacheConfig) -> None:
+    """Before minutes are spent on weights. Raises ConfigError where --prefix-cache-dir cannot be used."""
+    if cache.prefix_cache_dir is not None:
+        PrivateFolder(cache.prefix_cache_dir)
 
 
 def num_host_slots(cache: CacheConfig, *, bytes_per_block: int) -> int:

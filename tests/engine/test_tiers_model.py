@@ -9,6 +9,8 @@ import pytest
 
 from reprise_engine import LLM, SamplingParams
 from reprise_engine.cache_report import Tier
+from reprise_engine.entrypoints.llm import Prompt
+from reprise_engine.errors import ConfigError, InsufficientMemory
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -94,3 +96,29 @@ def test_a_damaged_record_is_computed_again(tmp_path: Path) -> None:
     assert tokens == cold
     assert cached >= BLOCK
     again.close()
+
+
+def test_a_folder_or_a_size_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match=r"--prefix-cache-dir is .*, which is not a folder"):
+        make_llm(prefix_cache_dir=tmp_path / "file")
+    with pytest.raises(ConfigError, match="--prefix-cache-host-memory is 100 bytes, but the KV of one block takes"):
+        make_llm(prefix_cache_host_memory=100)
+    with pytest.raises(ConfigError, match="--prefix-cache-disk-size is 100 bytes"):
+        make_llm(prefix_cache_dir=tmp_path / "cache", prefix_cache_disk_size=100)
+    with pytest.raises(InsufficientMemory, match="--prefix-cache-host-memory: the prefix cache's tiers ask for"):
+        make_llm(prefix_cache_host_memory=2**50)
+
+
+def test_requests_that_load_and_requests_that_run_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Many at once on a small pool: everything evicts, stores, loads and preempts, and the tokens are the cold ones."""
+    prompts: list[Prompt] = [[*PROMPT[: 8 * (i % 6)], *range(9 + i, 30 + i)] for i in range(12)]
+    plain = make_llm(enable_prefix_caching=False, num_gpu_blocks_override=200)
+    cold = [output.outputs[0].token_ids for output in plain.generate(prompts, GREEDY)]
+    for _ in range(2):
+        llm = make_llm(prefix_cache_dir=tmp_path / "cache", num_gpu_blocks_override=20)
+        for _ in range(3):
+            outputs = llm.generate(prompts, GREEDY)
+            assert [output.outputs[0].token_ids for output in outputs] == cold
+        assert sum(tier.hit_tokens for tier in llm.stats.tiers) > 0
+        llm.close()
