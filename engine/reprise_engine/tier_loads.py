@@ -23,7 +23,7 @@ from reprise_engine.step import BlockId, BlockLoad, Step, StepResult
 from reprise_engine.step_builder import StepBuilder
 from reprise_engine.tiers.host import TierBlock
 
-_SHARE = 0.1
+_SHARE = 0.05
 """Of a step's time. The goal is that loads make other requests' tokens at most 1.2 times as slow."""
 _REMEMBERED_STEPS = 16
 _MOST_BYTES = 64 * 2**20
