@@ -349,12 +349,12 @@ class Scheduler:
                 # One that goes before it is computing just this block: when that is committed, it is a hit.
                 skipped += 1
                 continue
-            below = [] if self._tiers is None else self._tiers.probe(state, match)
-            # A load goes on with whole blocks where the copy would have gone on inside one.
-            fitting = self.kv.fitting(match.without_copy() if below else match, len(state.tokens))
+            fitting = self.kv.fitting(match, len(state.tokens))
             if fitting is None:
                 return
-            if self._tiers is not None and below:
+            if self._tiers is not None and (below := self._tiers.probe(state, match)):
+                # It goes on with whole blocks where the copy would have gone on inside one.
+                fitting = match.without_copy()
                 self._tiers.begin(state, below, fitting, now)
             elif not self._chunked and len(state.tokens) - fitting.num_tokens > builder.left:
                 return

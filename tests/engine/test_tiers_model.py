@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_a_restart_finds_what_was_cached(family: str, host_memory: int, tmp_path
     other = make_llm(family, prefix_cache_dir=folder, block_size=2 * BLOCK, num_gpu_blocks_override=6)
     assert run(other, PROMPT) == (cold, 0)
     other.close()
+
+
+def test_an_llm_that_nobody_closes_writes_when_it_is_collected(tmp_path: Path) -> None:
+    before = make_llm(prefix_cache_dir=tmp_path / "cache")
+    cold, _ = run(before, PROMPT)
+    del before
+    gc.collect()
+    after = make_llm(prefix_cache_dir=tmp_path / "cache")
+    assert run(after, PROMPT) == (cold, 40)
+    after.close()
 
 
 def test_a_damaged_record_is_computed_again(tmp_path: Path) -> None:
