@@ -60,18 +60,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disable-tqdm", "--no-progress", action="store_true", help="no progress bar")
 
 
-def main(parsed: argparse.Namespace, *, wrap_runner: RunnerWrapper | None = None) -> int:
-    """0 where all is equal, 1 where it is broken or a model cannot be loaded, 2 for a wrong flag or file.
+def main(parsed: argparse.Namespace) -> int:
+    """0 where all is equal, 1 where it is broken or a model cannot be loaded, 2 for a wrong flag or file."""
+    return exit_code(parsed, equality if parsed.evaluation == "equality" else perplexity)
 
-    `wrap_runner` spoils the engine, for a test of the test.
-    """
+
+def exit_code(
+    parsed: argparse.Namespace, evaluation: Callable[[argparse.Namespace], tuple[bool, dict[str, Any]]]
+) -> int:
+    """Of an evaluation, which is run here; what it found is written where --json says."""
     try:
         if parsed.json is not None and not parsed.json.absolute().parent.is_dir():
             raise ConfigError(f"--json is {parsed.json}, whose folder does not exist.")
         if parsed.tolerance is not None and not parsed.tolerance >= 0:
             raise ConfigError(f"--tolerance is {parsed.tolerance}; it must be at least 0.")
-        run = _equality if parsed.evaluation == "equality" else _perplexity
-        ok, content = run(parsed, wrap_runner or (lambda runner: runner))
+        ok, content = evaluation(parsed)
         if parsed.json is not None:
             from reprise_engine.evaluation.report import write_json
 
@@ -95,9 +98,13 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
     )
 
 
-def _equality(parsed: argparse.Namespace, wrap_runner: RunnerWrapper) -> tuple[bool, dict[str, Any]]:
-    from reprise_engine.evaluation import cases, equality, report
+def equality(
+    parsed: argparse.Namespace, *, wrap_runner: RunnerWrapper = lambda runner: runner
+) -> tuple[bool, dict[str, Any]]:
+    """Whether all is equal, and the content of the JSON. `wrap_runner` spoils the engine, for a test of the test."""
+    from reprise_engine.evaluation import cases, report
     from reprise_engine.evaluation.engine import InProcessEngine, engine_config
+    from reprise_engine.evaluation.equality import TOLERANCES, check, generate_all
     from reprise_engine.evaluation.reference import Reference
     from reprise_engine.text import load_tokenizer
 
@@ -115,22 +122,34 @@ def _equality(parsed: argparse.Namespace, wrap_runner: RunnerWrapper) -> tuple[b
         return engine
 
     with _progress(shown=not parsed.disable_tqdm) as progress:
-        answers = equality.generate_all(asked, open_engine=open_engine, max_tokens=parsed.max_tokens, progress=progress)
-        result = equality.check(
+        answers = generate_all(asked, open_engine=open_engine, max_tokens=parsed.max_tokens, progress=progress)
+        result = check(
             answers,
             reference=Reference(parsed.model, dtype=dtype, revision=parsed.revision),
             dtype=dtype,
             max_tokens=parsed.max_tokens,
-            tolerance=equality.TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance,
+            tolerance=TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance,
             progress=progress,
         )
     report.print_equality(_console(), result, token_text=tokenizer.token_text)
     return result.ok, result.as_json() | {"versions": _versions()}
 
 
-def _perplexity(parsed: argparse.Namespace, wrap_runner: RunnerWrapper) -> tuple[bool, dict[str, Any]]:
-    from reprise_engine.evaluation import perplexity, report
+def perplexity(parsed: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
+    """Whether all three agree, and the content of the JSON."""
+    from reprise_engine.evaluation import report
     from reprise_engine.evaluation.engine import InProcessEngine, engine_config
+    from reprise_engine.evaluation.perplexity import (
+        SCORED_TOKENS_A_STEP,
+        TOLERANCES,
+        PerplexityResult,
+        Score,
+        ScoringEngine,
+        TokenLogits,
+        make_windows,
+        score_with_engine,
+        score_with_reference,
+    )
     from reprise_engine.evaluation.reference import Reference
     from reprise_engine.loop import Runner
     from reprise_engine.text import load_tokenizer
@@ -142,36 +161,36 @@ def _perplexity(parsed: argparse.Namespace, wrap_runner: RunnerWrapper) -> tuple
     token_ids = tokenizer.encode(_read_text(parsed.text))[: parsed.limit]
     if len(token_ids) < 2:
         raise ConfigError(f"--text: {parsed.text} has {len(token_ids)} tokens; at least 2 are needed.")
-    windows = perplexity.make_windows(len(token_ids), context=parsed.context, stride=parsed.stride)
+    windows = make_windows(len(token_ids), context=parsed.context, stride=parsed.stride)
     options = _options(parsed)
     if options.max_num_batched_tokens is None:
-        options = replace(options, max_num_batched_tokens=perplexity.SCORED_TOKENS_A_STEP)
+        options = replace(options, max_num_batched_tokens=SCORED_TOKENS_A_STEP)
     # A window, the context before it, and the token that each of them generates.
     lengths = [min(parsed.context, len(token_ids)) + 1] * 2
     dtype = ""
 
-    def open_engine(caching: bool) -> perplexity.ScoringEngine:
+    def open_engine(caching: bool) -> ScoringEngine:
         nonlocal dtype
 
-        def build(wrap: Callable[[perplexity.TokenLogits], Runner]) -> InProcessEngine:
+        def build(wrap: Callable[[TokenLogits], Runner]) -> InProcessEngine:
             return InProcessEngine(engine_config(options, caching=caching, lengths=lengths), wrap_runner=wrap)
 
-        engine = perplexity.ScoringEngine(build)
+        engine = ScoringEngine(build)
         dtype = engine.dtype
         return engine
 
     with _progress(shown=not parsed.disable_tqdm) as progress:
-        scores = []
+        scores: list[Score] = []
         for caching, way in ((True, "cache on"), (False, "cache off")):
             progress(way, 0, len(windows))
             engine = open_engine(caching)
-            scores.append(perplexity.score_with_engine(engine, token_ids, windows, way=way, progress=progress))
+            scores.append(score_with_engine(engine, token_ids, windows, way=way, progress=progress))
             del engine  # its weights, before the next ones are loaded
         reference = Reference(parsed.model, dtype=dtype, revision=parsed.revision)
-        scores.append(perplexity.score_with_reference(reference, token_ids, windows, progress=progress))
-    result = perplexity.PerplexityResult(
+        scores.append(score_with_reference(reference, token_ids, windows, progress=progress))
+    result = PerplexityResult(
         dtype=dtype,
-        tolerance=perplexity.TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance,
+        tolerance=TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance,
         num_tokens=len(token_ids),
         context=parsed.context,
         stride=parsed.stride,

@@ -1,4 +1,4 @@
-"""The engine as it is built for a server, driven in this process: scheduler, prefix index, paging, attention, sampler."""
+"""The engine as a server has it, driven in this process: scheduler, prefix index, paging, attention, sampler."""
 
 from __future__ import annotations
 

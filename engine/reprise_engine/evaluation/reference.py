@@ -29,7 +29,7 @@ class Reference:
             options |= {"gguf_file": files.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
         module: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
         assert isinstance(module, PreTrainedModel)
-        self._module = module.float().eval()
+        self._module = module.to(torch.float32).eval()  # type: ignore[arg-type]  # typed for transformers' own mixin
 
     def logits(self, token_ids: Sequence[TokenId], *, last: int) -> torch.Tensor:
         """(last, V), float32: of the last so many positions of one sequence, computed in one pass."""

@@ -40,13 +40,12 @@ def print_equality(console: Console, result: EqualityResult, *, token_text: Call
         for verdict in prompt.verdicts:
             shown = verdict.broken or verdict.first_difference
             if shown is not None:
-                console.print(
-                    f"{prompt.name}, {_mode(verdict)}: {_explain(shown, result, token_text)}", highlight=False
-                )
+                where = f"{prompt.name}, {_mode(verdict)}"
+                console.print(f"{where}: {_explain(shown, result, token_text)}", highlight=False, markup=False)
     same = sum(prompt.same_in_all_modes for prompt in result.prompts)
     console.print(
-        f"{same} of {len(result.prompts)} prompts have the same tokens cold, warm and without the cache. Greatest error "
-        f"of a log-probability: {result.max_error:.2g}; tolerance: {result.tolerance:g}.",
+        f"{same} of {len(result.prompts)} prompts have the same tokens cold, warm and without the cache. Greatest "
+        f"error of a log-probability: {result.max_error:.2g}; tolerance: {result.tolerance:g}.",
         highlight=False,
     )
     console.print("[green]equal[/]" if result.ok else "[red]BROKEN[/]")
