@@ -24,7 +24,8 @@ from reprise_engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from reprise_engine.entrypoints import bench, evaluate
+from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
+from reprise_engine.entrypoints.evaluate import add_eval_arguments
 from reprise_engine.errors import ConfigError
 from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
@@ -274,8 +275,8 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
     add_serve_arguments(serve, positional_model=True)
-    bench.add_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
-    evaluate.add_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
+    add_bench_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
+    add_eval_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
     return parser
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXIT_BROKEN, EXIT_USAGE = 1, 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="evaluation", required=True, metavar="WHAT")
     equality = kinds.add_parser("equality", help="cache on (cold, warm) == cache off == transformers, token by token")
     _add_common(equality)
