@@ -27,7 +27,6 @@ from reprise_engine.bench.sse import EventParser
 from reprise_engine.bench.statistics import compare, distribution, hit_rate_over_time, percentile, summarize
 from reprise_engine.bench.text import PromptText, ordinary_ids, word_ids
 from reprise_engine.bench.workloads import (
-    COMMON_TOKEN_IDS,
     Workload,
     make_workload,
     poisson_schedule,
@@ -83,12 +82,13 @@ def test_lengths_vary_within_the_ratio_and_prefixes_do_not() -> None:
 
 
 def test_warm_up_shares_nothing_with_the_workload() -> None:
-    workload = shared()
-    turns = warm_up_turns(workload, 3)
+    token_ids = range(100, 120)  # so few that a workload of this size uses all it may
+    workload = shared(num_prompts=40, token_ids=token_ids)
+    turns = warm_up_turns(workload, 3, token_ids=token_ids)
     assert [len(turn.token_ids) for turn in turns] == [25] * 3
-    assert {turn.token_ids[0] for turn in turns} == {reserved_id(COMMON_TOKEN_IDS)}
+    assert {turn.token_ids[0] for turn in turns} == {reserved_id(token_ids)}
     used = {token for conversation in workload.conversations for turn in conversation.turns for token in turn.token_ids}
-    assert reserved_id(COMMON_TOKEN_IDS) not in used
+    assert used == {*token_ids} - {reserved_id(token_ids)}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     equality.add_argument("--max-tokens", type=int, default=32, metavar="TOKENS", help="to generate for each (32)")
     equality.add_argument(
-        "--tolerance", type=float, metavar="LOGITS", help="(by dtype: float32 0.005, bfloat16 0.5, float16 0.1)"
+        "--tolerance", type=float, metavar="LOGITS", help="(by dtype: float32 0.001, bfloat16 0.25, float16 0.05)"
     )
     perplexity = kinds.add_parser("perplexity", help="of a text, with the cache, without, and of transformers")
     _add_common(perplexity)

@@ -20,7 +20,7 @@ from reprise_engine.request import TokenId
 Mode = Literal["cold", "warm", "off"]
 MODES: tuple[Mode, ...] = ("cold", "warm", "off")
 
-TOLERANCES = {"float32": 0.005, "bfloat16": 0.5, "float16": 0.1}
+TOLERANCES = {"float32": 0.001, "bfloat16": 0.25, "float16": 0.05}
 """In logits: how far an engine's may be off, and so which lead of the reference's best token decides nothing."""
 
 TOP = 8
