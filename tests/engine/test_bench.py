@@ -117,20 +117,25 @@ def test_prompts_of_text_have_the_tokens_that_were_asked_for(server: RunningServ
 
 
 async def test_a_server_whose_engine_dies_in_the_middle_is_counted_by_kind(tmp_path: Path) -> None:
-    def conversation(last: str) -> Conversation:
-        return Conversation((Turn((*b"abcdefgh", ord(last)), 40),))
-
-    workload = Workload(name="random", conversations=tuple(map(conversation, "aa~aaaaa")))
+    """The third user's second turn kills the engine, at 20 ms a token; by then the first two have theirs half."""
+    long = Conversation((Turn(tuple(b"abcdefgh"), 150),))
+    fatal = Conversation((Turn(tuple(b"abcdefgh"), 5), Turn(tuple(b"~"), 5)))
+    workload = Workload(name="multi-turn", conversations=(long, long, fatal, long, long))
     with running_server(fake_options(tmp_path, builder="build_slow", shutdown_timeout=0.0)) as server:
-        result = await run(
-            workload, server.url, load=Load(concurrency=3), token_ids=range(97, 120), options=ClientOptions(timeout=60)
-        )
+        result = await run(workload, server.url, load=Load(concurrency=3), token_ids=range(97, 120))
     summary = summarize(result)
-    assert (summary.requests, summary.completed) == (8, 0)
-    assert sum(summary.errors.values()) == 8
-    # Those under way are told in their stream, or cut off; those behind find a server that is going, or gone.
-    assert set(summary.errors) <= {"error_event", "disconnected", "incomplete", "http 503", "connect"}
-    assert {"error_event", "disconnected", "incomplete"} & set(summary.errors)
+    assert [record.ok for record in result.records] == [False, False, True, False, False, False]
+    assert (summary.requests, summary.completed, sum(summary.errors.values())) == (6, 1, 5)
+    for record in result.records[:2]:
+        assert record.error is not None
+        # Told in the stream, or cut off.
+        assert record.error.kind in {"error_event", "disconnected", "incomplete"}
+        assert 0 < len(record.chunk_times) < 150
+    for record in result.records[4:]:
+        assert record.error is not None
+        # Behind it, they find a server that is going, or gone.
+        assert record.error.label in {"http 500", "http 503", "error_event", "disconnected", "connect"}
+        assert record.chunk_times == ()
 
 
 @asynccontextmanager
