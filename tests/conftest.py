@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,11 @@ def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
     with start_api_server() as server:
         request.config.stash[_VERSION_LINE] = server.version_line
         yield server
+
+
+def pytest_configure() -> None:
+    # Like Ctrl-C: fixtures end what they started. By default TERM would leave an API server and an operator behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from reprise_engine.errors import ConfigError
+from reprise_engine.kv_events.config import KVEventsConfig
 
 Device = Literal["auto", "cpu", "npu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -97,7 +98,12 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kv_events.active and not self.cache.enable_prefix_caching:
+            raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

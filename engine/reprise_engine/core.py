@@ -24,7 +24,8 @@ from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
-from reprise_engine.loop import EngineCore, Runner
+from reprise_engine.kv_events.config import KVEventsConfig
+from reprise_engine.loop import EngineCore, KVEventSink, Runner
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
 from reprise_engine.messages import LoadProgress
@@ -46,8 +47,40 @@ def build_core(
 ) -> tuple[EngineCore, ResolvedConfig]:
     """Loads the model and allocates the KV pool. Raises ConfigError, ModelError or InsufficientMemory.
 
-    `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
+    The core is to be closed. `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
     """
+    kv_events = _open_kv_events(config.kv_events)  # first: an endpoint that is taken is told before a model is loaded
+    try:
+        return _build(config, kv_events, progress, wrap_runner)
+    except BaseException:
+        if kv_events is not None:
+            kv_events.close()
+        raise
+
+
+def _open_kv_events(config: KVEventsConfig) -> KVEventSink | None:
+    if not config.active:
+        return None
+    # Only here: who wants no events needs no ZeroMQ.
+    from reprise_engine.kv_events.publisher import open_publisher
+    from reprise_engine.kv_events.wire import WireFormat, int_hashes
+
+    publisher = open_publisher(config, WireFormat(config.encoding, int_hashes=int_hashes()))
+    logger.info(
+        "KV events: %s %s, %s",
+        "published at" if config.binds else "sent to",
+        config.endpoint,
+        f"replayed at {config.replay_endpoint}" if config.replay_endpoint else "no replay",
+    )
+    return publisher
+
+
+def _build(
+    config: EngineConfig,
+    kv_events: KVEventSink | None,
+    progress: Progress,
+    wrap_runner: Callable[[ModelRunner], Runner],
+) -> tuple[EngineCore, ResolvedConfig]:
     device = resolve_device(config.device)
     device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
     block_size = _choose_block_size(config.cache, device_type)
@@ -89,6 +122,7 @@ def build_core(
         max_model_len=plan.max_model_len,
         hasher=block_hasher(config.cache.prefix_caching_hash_algo),
         pin_budget=pin_budget,
+        record_kv_events=kv_events is not None,
     )
     resolved = ResolvedConfig(
         block_size=block_size,
@@ -106,7 +140,7 @@ def build_core(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    return EngineCore(scheduler, wrap_runner(runner)), resolved
+    return EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events), resolved
 
 
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:

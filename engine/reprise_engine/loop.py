@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.errors import RequestError
+from reprise_engine.kv.events import KVEvent
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 from reprise_engine.scheduler import Scheduler
@@ -22,13 +24,40 @@ class Runner(Protocol):
         ...
 
 
+class KVEventSink(Protocol):
+    """Takes the events of the prefix cache to whoever follows it. Never waits."""
+
+    @property
+    def published(self) -> int: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether something was lost, so that the next batch should say all that is cached."""
+        ...
+
+    def publish(self, events: Sequence[KVEvent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """A scheduler and a runner, driven step by step by whoever owns it (the engine process, or `LLM` in its own)."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        kv_events: KVEventSink | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._kv_events = kv_events
 
     def submit(self, requests: Iterable[EngineRequest]) -> tuple[RequestOutput, ...]:
         """Queues requests. A request that can never be served comes back as an output with `error` set."""
@@ -57,14 +86,26 @@ class EngineCore:
         except BaseException:  # Ctrl-C in a notebook too
             self._scheduler.discard(step)
             raise
-        return self._scheduler.commit(step, result, self._clock())
+        outputs = self._scheduler.commit(step, result, self._clock())
+        self._publish()
+        return outputs
 
     def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+        stats, sink = self._scheduler.stats(), self._kv_events
+        if sink is None:
+            return stats
+        return replace(stats, num_kv_events_published=sink.published, num_kv_events_dropped=sink.dropped)
+
+    def close(self) -> None:
+        """Publishes the last events. To be called once, at the end."""
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
         """Returns (success, freed blocks); see `Scheduler.reset_prefix_cache`."""
-        return self._scheduler.reset_prefix_cache(include_pins=include_pins)
+        result = self._scheduler.reset_prefix_cache(include_pins=include_pins)
+        self._publish()
+        return result
 
     def unpin(self, name: str) -> bool:
         """See `Scheduler.unpin`."""
@@ -73,3 +114,8 @@ class EngineCore:
     def inspect_prefix_cache(self) -> PrefixCacheReport:
         """See `Scheduler.inspect_prefix_cache`."""
         return self._scheduler.inspect_prefix_cache()
+
+    def _publish(self) -> None:
+        sink, kv = self._kv_events, self._scheduler.kv
+        if sink is not None and (events := kv.take_events()):
+            sink.publish(kv.snapshot_events() if sink.wants_snapshot else events)

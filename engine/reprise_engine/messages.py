@@ -102,6 +102,8 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_evicted_blocks: int = 0
     num_pinned_blocks: int = 0
+    num_kv_events_published: int = 0
+    num_kv_events_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

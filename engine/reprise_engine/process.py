@@ -144,6 +144,8 @@ def serve(connection: Connection) -> int:
         logger.exception("the engine process cannot go on")
         send(Died(message=f"{type(error).__name__}: {error}", details=traceback.format_exc()))
         return 1
+    finally:
+        core.close()
     return 0
 
 

@@ -53,6 +53,7 @@ class Scheduler:
         max_model_len: int,
         hasher: BlockHasher = sha256_block_hash,
         pin_budget: int = 0,
+        record_kv_events: bool = False,
     ) -> None:
         budget = config.batched_tokens(max_model_len=max_model_len)
         if not config.enable_chunked_prefill and budget < max_model_len:
@@ -66,6 +67,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             hasher=hasher,
             pin_budget=pin_budget,
+            record_events=record_kv_events,
         )
         self._budget = budget
         self._chunked = config.enable_chunked_prefill

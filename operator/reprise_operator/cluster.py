@@ -214,8 +214,9 @@ class Cluster:
         return True
 
     async def patch_status(self, service: Body, status: Body) -> Body | None:
-        """Makes the status of `service` (as just read) equal to `status`. None, and no request, when it already is.
+        """Makes the status of `service` (as just read) equal to `status`.
 
+        None when it already is (no request then), or when the service has been deleted meanwhile.
         Raises ClusterError with CONFLICT when the object has changed since it was read.
         """
         present = service.get("status", {})
@@ -223,16 +224,21 @@ class Cluster:
         if not difference:
             return None
         metadata = service["metadata"]
-        return await self._api.request(
-            "patch",
-            INFERENCE_SERVICES,
-            metadata["namespace"],
-            metadata["name"],
-            subresource="status",
-            body={"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": difference},
-            content_type=MERGE_PATCH,
-            field_manager=FIELD_MANAGER,
-        )
+        try:
+            return await self._api.request(
+                "patch",
+                INFERENCE_SERVICES,
+                metadata["namespace"],
+                metadata["name"],
+                subresource="status",
+                body={"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": difference},
+                content_type=MERGE_PATCH,
+                field_manager=FIELD_MANAGER,
+            )
+        except ClusterError as error:
+            if error.fault is Fault.NOT_FOUND:
+                return None
+            raise
 
     async def create_event(self, namespace: str, event: Body) -> None:
         await self._api.request("create", EVENTS, namespace, body=event, field_manager=FIELD_MANAGER)

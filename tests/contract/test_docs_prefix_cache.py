@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from fastapi.routing import APIRoute
@@ -10,6 +12,8 @@ from fastapi.routing import APIRoute
 from reprise_engine.cache_report import MissReason
 from reprise_engine.config import DEFAULT_PIN_BUDGET, HashAlgorithm
 from reprise_engine.entrypoints.arguments import API_KEY_VARIABLES, ISOLATION_VARIABLE, MIN_SECRET_LENGTH, build_parser
+from reprise_engine.kv_events.config import KVEventsConfig
+from reprise_engine.kv_events.wire import INT_HASHES_VARIABLE, _Cleared, _Removed, _Stored
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.protocol import MAX_SALT_LENGTH, PinBody
 from reprise_engine.server.routes import admin, operations
@@ -24,6 +28,20 @@ def test_every_flag_is_one() -> None:
     named = set(re.findall(r"--[a-z][a-z-]+", TEXT))
     assert len(named) > 6
     assert named <= flags
+
+
+def test_the_keys_of_kv_events_are_the_codes() -> None:
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.+?) \| ", TEXT[TEXT.index("## KV events") :], re.MULTILINE))
+    defaults = {field.name: field.default for field in fields(KVEventsConfig)}
+    assert set(defaults) <= set(rows)
+    for name, default in defaults.items():
+        if default is not None:
+            assert rows[name] == f"`{json.dumps(default)}`"
+    assert INT_HASHES_VARIABLE in TEXT
+    names = {struct.__struct_config__.tag: struct.__struct_fields__ for struct in (_Stored, _Removed, _Cleared)}
+    for tag, names_of_fields in names.items():
+        [row] = re.findall(rf"^\| `{tag}` \| (.+) \|$", TEXT, re.MULTILINE)
+        assert set(re.findall(r"`([a-z_]+)`", row)) >= set(names_of_fields)
 
 
 def test_every_endpoint_is_one_and_none_is_missing() -> None:

@@ -25,7 +25,8 @@ OPERATOR_ARGS = (
 )
 
 
-@pytest.fixture(scope="session")
+# Not a session: this operator looks after all namespaces, those of tests/operator too, which are to have none.
+@pytest.fixture(scope="package")
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if request.config.option.markexpr == "cluster":
         with named_site() as site:

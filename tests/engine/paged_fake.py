@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from reprise_engine.config import SchedulerConfig
-from reprise_engine.loop import EngineCore
+from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
+from reprise_engine.loop import EngineCore, KVEventSink
 from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams, TokenId
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import BlockId, Step, StepResult
@@ -111,6 +112,9 @@ class World:
         enable_chunked_prefill: bool = True,
         max_model_len: int = 64,
         pin_budget: int = 0,
+        record_kv_events: bool = False,
+        hasher: BlockHasher = sha256_block_hash,
+        kv_events: KVEventSink | None = None,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -125,9 +129,11 @@ class World:
             enable_prefix_caching=enable_prefix_caching,
             max_model_len=max_model_len,
             pin_budget=pin_budget,
+            record_kv_events=record_kv_events or kv_events is not None,
+            hasher=hasher,
         )
         self.runner = PagedFakeRunner(num_blocks=num_blocks, block_size=block_size)
-        self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now)
+        self.core = EngineCore(self.scheduler, self.runner, clock=lambda: self.now, kv_events=kv_events)
         self.now = 100.0
         self.outputs: dict[RequestId, list[RequestOutput]] = {}
         self.requests: dict[RequestId, EngineRequest] = {}

@@ -125,6 +125,12 @@ def test_without_chunked_prefill_a_whole_prompt_fits_into_one_step() -> None:
         (["m", "--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (["m", "--tensor-parallel-size", "2"], "--tensor-parallel-size is 2; only 1"),
         (["m", "--no-enable-prompt-tokens-details"], "cached tokens are always told"),
+        (["m", "--kv-events-config", '{"publisher": "nats"}'], """publisher is 'nats'; it must be "null" or "zmq"."""),
+        (["m", "--kv-events-config", '{"endpoints": "x"}'], "--kv-events-config has the unknown key 'endpoints'"),
+        (
+            ["m", "--no-enable-prefix-caching", "--kv-events-config", '{"enable_kv_cache_events": true}'],
+            "prefix caching is off",
+        ),
     ],
 )
 def test_values_that_cannot_be_honoured_are_config_errors(arguments: list[str], words: str) -> None:
@@ -141,7 +147,7 @@ def test_values_that_cannot_be_honoured_are_config_errors(arguments: list[str], 
         (["m", "--max-num-batched", "5"], "unknown argument"),
         (["m", "--tool-call-parser", "hermes"], "--tool-call-parser is not supported: tool calling"),
         (["m", "--reasoning_parser=qwen3"], "--reasoning-parser is not supported"),
-        (["m", "--kv-events-config", "{}"], "--kv-events-config is not supported"),
+        (["m", "--kv-events-config", "on"], "'on' is not valid JSON"),
         (["m", "--port", "70000"], "'70000' is not a port"),
         (["m", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["m", "--max-model-len", "0"], "'0' must be at least 1, or auto"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ _MOST_WAITING = 24
 class Soak:
     """Clients that submit, leave, come back with the next turn, and an operator that resets the cache."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **world: Any) -> None:
         self.random = random.Random(seed)
         num_blocks, block_size = self.random.randint(6, 24), self.random.choice([1, 2, 3, 4, 8])
         self.room = min(48, num_blocks * block_size) * 3 // 4
@@ -35,6 +36,7 @@ class Soak:
             max_num_batched_tokens=self.random.choice([3, 8, 64]),
             max_num_seqs=self.random.randint(1, 6),
             max_model_len=48,
+            **world,
         )
         self.conversations: list[tuple[int, ...]] = [(1, 2, 3), (1, 2, 4, 4, 4), (9,)]
         self.running: set[RequestId] = set()

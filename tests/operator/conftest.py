@@ -9,25 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.apiserver import ApiServer
-from tests.support.cluster import CRD
-from tests.support.kubectl import Kubectl, KubectlFailed, eventually
+from tests.support.cluster import install_crd
+from tests.support.kubectl import Kubectl, eventually
 
 
 @pytest.fixture(scope="session")
 def crd_server(api_server: ApiServer) -> ApiServer:
-    kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path)
-    kubectl("apply", "--server-side", "-f", str(CRD))
-    # Not `kubectl wait`: it fails at once on a CRD that has no conditions yet.
-    eventually(lambda: _is_served(kubectl), "the CRD is served")
+    install_crd(Kubectl(kubeconfig=api_server.kubeconfig_path))
     return api_server
-
-
-def _is_served(kubectl: Kubectl) -> bool:
-    try:
-        kubectl.list("inferenceservices")
-    except KubectlFailed:
-        return False
-    return True
 
 
 @pytest.fixture

@@ -242,6 +242,8 @@ async def test_status_is_written_only_when_it_differs(cluster: Cluster, kubectl:
     with pytest.raises(ClusterError) as stale:
         await cluster.patch_status(body, {**wanted, "replicas": 2})
     assert stale.value.fault is Fault.CONFLICT
+    kubectl.delete("inferenceservice", "s", "--wait=true")
+    assert await cluster.patch_status(answer, {**wanted, "replicas": 2}) is None, "gone, and no fault"
 
 
 async def test_a_long_list_is_read_to_its_end(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.apiserver import ApiServer
-from tests.support.kubectl import Kubectl
+from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 from tests.support.node import NodeConfig
 from tests.support.node_spec import Image, program_path
 from tests.support.node_thread import RunningNode, running_node
@@ -120,6 +120,21 @@ class Cluster:
     node: RunningNode
 
 
+def install_crd(kubectl: Kubectl) -> None:
+    """Applies our CRD and waits until it is served."""
+    kubectl("apply", "--server-side", "-f", str(CRD))
+    # Not `kubectl wait`: it fails at once on a CRD that has no conditions yet.
+    eventually(lambda: _serves_ours(kubectl), "the CRD is served")
+
+
+def _serves_ours(kubectl: Kubectl) -> bool:
+    try:
+        kubectl.list("inferenceservices")
+    except KubectlFailed:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def start_cluster(
     api: ApiServer, config: ClusterConfig, *, on_services: Callable[[Mapping[str, str]], None] | None = None
@@ -127,8 +142,7 @@ def start_cluster(
     """Installs the CRD, starts node, proxy and operator; on exit all their processes are gone, the files stay."""
     config.folder.mkdir(parents=True, exist_ok=True)
     kubectl = Kubectl(kubeconfig=api.kubeconfig_path)
-    kubectl("apply", "--server-side", "-f", str(CRD))
-    kubectl("wait", "--for=condition=Established", "crd/inferenceservices.serving.reprise.io", "--timeout=30s")
+    install_crd(kubectl)
     operator = OperatorProcess(
         kubeconfig=config.operator_kubeconfig or api.kubeconfig_path,
         log=config.folder / "operator.log",

@@ -389,12 +389,15 @@ class PodWorker:
         hook = (spec.get("lifecycle") or {}).get("preStop") or {}
         waiting = asyncio.create_task(process.wait())
         before = asyncio.create_task(self._pre_stop(hook, launch, grace))
-        # A container that ends by itself does not sit out its preStop.
-        await asyncio.wait({waiting, before}, timeout=max(grace, 0.0), return_when=asyncio.FIRST_COMPLETED)
-        before.cancel()
-        if waiting.done():
-            return waiting.result()
-        waiting.cancel()
+        try:
+            # A container that ends by itself does not sit out its preStop.
+            await asyncio.wait({waiting, before}, timeout=max(grace, 0.0), return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+        finally:
+            for task in (waiting, before):
+                task.cancel()
+            await asyncio.wait({waiting, before})
         return await process.stop(max(deadline - loop.time(), 0.0))
 
     async def _pre_stop(self, hook: Manifest, launch: Launch, grace: float) -> None:

@@ -27,6 +27,7 @@ from reprise_engine.config import (
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
 from reprise_engine.errors import ConfigError
+from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.version import __version__
@@ -41,7 +42,6 @@ _NOT_SUPPORTED = {
     "enable-auto-tool-choice": "tool calling is not supported yet",
     "tool-call-parser": "tool calling is not supported yet",
     "reasoning-parser": "separating reasoning from the answer is not supported yet",
-    "kv-events-config": "KV events are not supported yet",
     "pipeline-parallel-size": "one process serves the model",
     "data-parallel-size": "run several replicas instead",
     "quantization": "quantised weights are read from GGUF files only",
@@ -218,6 +218,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         help=f"of per-key, where replicas must agree (drawn at start); better in the environment: {ISOLATION_VARIABLE}",
     )
     cache.add_argument(
+        "--kv-events-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""publish what enters and leaves the prefix cache, over ZeroMQ: {"enable_kv_cache_events": true} (off)""",
+    )
+    cache.add_argument(
         "--warmup-prompts",
         type=Path,
         metavar="FILE",
@@ -318,6 +325,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
                 prefix_cache_pin_budget=parsed.prefix_cache_pin_budget,
             ),
             scheduler=_scheduler(parsed),
+            kv_events=KVEventsConfig.of(parsed.kv_events_config),
             device=parsed.device,
         ),
         host=parsed.host,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.core import build_core
 from reprise_engine.errors import ContextLengthExceeded, RequestError
+from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput, SamplingParams, TokenId, TokenLogprobs
 from reprise_engine.text import OutputText, Tokenizer, load_tokenizer
@@ -119,11 +121,15 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_chunked_prefill: bool = True,
         chat_template: str | None = None,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
     ) -> None:
         """Loads the model. Raises ConfigError, ModelError or InsufficientMemory.
 
-        With `skip_tokenizer_init` prompts are token ids and completions have no text.
+        With `skip_tokenizer_init` prompts are token ids and completions have no text. `kv_events_config` is what the
+        server takes as `--kv-events-config`.
         """
+        if not isinstance(kv_events_config, KVEventsConfig):
+            kv_events_config = KVEventsConfig.of(kv_events_config or {})
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(model, tokenizer=tokenizer, revision=revision, chat_template=chat_template)
@@ -150,9 +156,11 @@ class LLM:
                     max_num_batched_tokens=max_num_batched_tokens,
                     enable_chunked_prefill=enable_chunked_prefill,
                 ),
+                kv_events=kv_events_config,
                 device=device,
             )
         )
+        weakref.finalize(self, self._core.close)  # also when the interpreter ends: the last events are published
         self._num_requests = 0
 
     @property

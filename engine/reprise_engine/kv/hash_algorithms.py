@@ -7,10 +7,10 @@
 
 Which one is chosen changes no result: inside the engine a match is verified against the tokens themselves.
 
-vLLM's two are hash(CBOR of [parent, [tokens …], extra keys or null]), canonical CBOR (RFC 8949, section 4.2.1). The
-parent of a first block is hash(CBOR of the seed), the seed being the text of the environment variable PYTHONHASHSEED.
-Where that is not set vLLM draws a seed at every start; we take "0", so that names outlive a restart. A gateway must be
-given the same seed either way. (vLLM: `v1/core/kv_cache_utils.py`, `utils/hashing.py`.)
+vLLM's two are hash(CBOR of [parent, [tokens …], [adapter, salt] or null]), canonical CBOR (RFC 8949, section
+4.2.1). The parent of a first block is hash(CBOR of the seed), the seed being the text of the environment variable
+PYTHONHASHSEED. Where that is not set vLLM draws a seed at every start; we take "0", so that names outlive a restart. A
+gateway must be given the same seed either way. (vLLM: `v1/core/kv_cache_utils.py`, `utils/hashing.py`.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ import cbor2
 import xxhash
 
 from reprise_engine.config import HashAlgorithm
-from reprise_engine.kv.hashing import TOKEN_BYTES, BlockHasher, ExtraKeys, TokenBytes, chain_input, sha256_block_hash
+from reprise_engine.kv.hashing import (
+    TOKEN_BYTES,
+    Adapter,
+    BlockHasher,
+    ExtraKeys,
+    TokenBytes,
+    chain_input,
+    sha256_block_hash,
+)
 from reprise_engine.step import BlockHash
 
 SEED_VARIABLE = "PYTHONHASHSEED"
@@ -44,14 +52,21 @@ def cbor_block_hasher(digest: Callable[[bytes], bytes], *, seed: str) -> BlockHa
 
     def block_hash(parent: BlockHash | None, tokens: TokenBytes, extra_keys: ExtraKeys) -> BlockHash:
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
-        extra = tuple(map(_text_or_bytes, extra_keys)) or None
+        extra = external_keys(extra_keys)
         return BlockHash(digest(cbor2.dumps((root if parent is None else parent, token_ids, extra), canonical=True)))
 
     return block_hash
 
 
-def _text_or_bytes(key: str) -> str | bytes:
-    """CBOR has no text with lone surrogates. vLLM would fail on such a salt; here it must not stop the engine."""
+def external_keys(extra_keys: ExtraKeys) -> tuple[str | bytes, ...] | None:
+    """A block's extra keys as vLLM writes them: flat, and None where there are none."""
+    return tuple(map(_text_or_bytes, extra_keys)) or None
+
+
+def _text_or_bytes(key: Adapter | str) -> str | bytes:
+    """Neither CBOR nor MessagePack has text with lone surrogates. vLLM would fail; here it must not stop the engine."""
+    if isinstance(key, Adapter):
+        key = key.name
     try:
         key.encode()
     except UnicodeEncodeError:

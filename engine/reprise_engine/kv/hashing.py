@@ -4,9 +4,10 @@ By default of sha256, as here; the others are in `hash_algorithms.py`.
 
     hash(block) = sha256( hash(parent) | number of tokens | tokens, 4 bytes each | extra keys, each with its length )
 
-Everything that changes a block's KV is covered: the parent's hash stands for all tokens before it, the extra keys (of
-the first block only: the rest inherit them through their parents) for the salt. Inside one engine a match never rests
-on this hash: the prefix index compares the tokens themselves. The hash names the block to the outside.
+Everything that changes a block's KV is covered: the parent's hash stands for all tokens before it, the extra keys for
+the adapter (in every block) and the salt (in the first one only: the rest inherit it through their parents). Inside one
+engine a match never rests on this hash: the prefix index compares the tokens themselves. The hash names the block to
+the outside.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from reprise_engine.request import TokenId
@@ -23,19 +25,40 @@ TokenBytes = NewType("TokenBytes", bytes)
 """The tokens of a block, or of its beginning, 4 bytes each, little-endian: exact, comparable, hashed by Python with a
 secret seed."""
 
-ExtraKeys = tuple[str, ...]
-"""What besides its tokens changes a prefix's KV or who may read it: () or (cache_salt,)."""
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The name of the adapter (LoRA) that computed the KV. A type of its own: no salt equals it, whatever its text."""
+
+    name: str
+
+
+ExtraKeys = tuple[Adapter | str, ...]
+"""What besides its tokens changes a prefix's KV or who may read it, in vLLM's order: the Adapter, the salt; or ()."""
 
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2 ** (8 * TOKEN_BYTES) - 1
 _COUNT = struct.Struct("<I")
+_IS_ADAPTER = 1 << 31
+"""In the length of a key; no text is that long."""
 _ROOT = hashlib.sha256(b"reprise kv block chain, version 1").digest()
 
 
 class BlockHasher(Protocol):
-    """Names a block. `extra_keys` is empty except for the first block of a sequence, whose parent is None."""
+    """Names a block. `extra_keys` are the block's own: see `keys_of_block`."""
 
     def __call__(self, parent: BlockHash | None, tokens: TokenBytes, extra_keys: ExtraKeys) -> BlockHash: ...
+
+
+def extra_keys(*, adapter: str | None = None, cache_salt: str | None = None) -> ExtraKeys:
+    """Of a whole sequence."""
+    keys: ExtraKeys = () if adapter is None else (Adapter(adapter),)
+    return keys if cache_salt is None else (*keys, cache_salt)
+
+
+def keys_of_block(keys: ExtraKeys, *, first: bool) -> ExtraKeys:
+    """Of a sequence's extra keys those that go into the hash of one block: as in vLLM, the salt only into the first."""
+    return keys if first or not keys else tuple(key for key in keys if isinstance(key, Adapter))
 
 
 def sha256_block_hash(parent: BlockHash | None, tokens: TokenBytes, extra_keys: ExtraKeys) -> BlockHash:
@@ -47,9 +70,10 @@ def chain_input(parent: bytes, tokens: TokenBytes, extra_keys: ExtraKeys) -> byt
     """What is hashed: every field with its length, so that no two blocks have the same."""
     data = parent + _COUNT.pack(len(tokens) // TOKEN_BYTES) + tokens
     for key in extra_keys:
+        text, mark = (key.name, _IS_ADAPTER) if isinstance(key, Adapter) else (key, 0)
         # surrogatepass: a salt out of JSON may hold lone surrogates, and must not stop the engine.
-        encoded = key.encode("utf-8", "surrogatepass")
-        data += _COUNT.pack(len(encoded)) + encoded
+        encoded = text.encode("utf-8", "surrogatepass")
+        data += _COUNT.pack(len(encoded) | mark) + encoded
     return data
 
 

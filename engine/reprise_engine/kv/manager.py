@@ -31,11 +31,13 @@ from collections.abc import Iterable, Sequence
 from reprise_engine.cache_report import MissReason, PinnedPrefix
 from reprise_engine.kv.block_pool import BlockPool
 from reprise_engine.kv.checks import check_books
+from reprise_engine.kv.events import EventLog, KVEvent
 from reprise_engine.kv.hashing import (
     TOKEN_BYTES,
     BlockHasher,
     encode_blocks,
     encode_tokens,
+    extra_keys,
     sha256_block_hash,
 )
 from reprise_engine.kv.misses import EvictedBlocks, why_it_ended
@@ -60,6 +62,7 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         hasher: BlockHasher = sha256_block_hash,
         pin_budget: int = 0,
+        record_events: bool = False,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -68,6 +71,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.pins = Pins(self.pool, budget=pin_budget)
         self.index = PrefixIndex(hasher)
+        self._events = EventLog(block_size=block_size) if record_events else None
 
     @property
     def num_blocks(self) -> int:
@@ -81,10 +85,14 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def sequence(self, *, cache_salt: str | None = None, skip_reading: bool = False) -> SequenceBlocks:
-        extra_keys = () if cache_salt is None else (cache_salt,)
-        reads_cache = self.enable_prefix_caching and not skip_reading
-        return SequenceBlocks(extra_keys=extra_keys, reads_cache=reads_cache, indexing=self.enable_prefix_caching)
+    def sequence(
+        self, *, cache_salt: str | None = None, adapter: str | None = None, skip_reading: bool = False
+    ) -> SequenceBlocks:
+        return SequenceBlocks(
+            extra_keys=extra_keys(adapter=adapter, cache_salt=cache_salt),
+            reads_cache=self.enable_prefix_caching and not skip_reading,
+            indexing=self.enable_prefix_caching,
+        )
 
     def lookup(self, sequence: SequenceBlocks, tokens: Sequence[TokenId]) -> Match:
         """The longest computed prefix of `tokens` (all that are known), at most len(tokens) - 1 long.
@@ -237,10 +245,27 @@ class KVCacheManager:
         if include_pins:
             self.pins.unpin_all()
         dropped = self.pool.drop_cached()
+        gone = [self.index.node(block) for block in dropped] if self._events is not None else []
         self.index.remove_all(dropped)
+        if self._events is not None:
+            self._events.reset(gone, all_gone=not len(self.index))
         self._evicted.clear()
         only_pinned = sum(1 for block, count in self.pins.references() if self.pool.references(block) == count)
         return self.pool.num_active == only_pinned, len(dropped)
+
+    def take_events(self) -> list[KVEvent]:
+        """What entered and left the index since the last call, in order; [] where events are not recorded."""
+        return [] if self._events is None else self._events.take()
+
+    def snapshot_events(self) -> list[KVEvent]:
+        """Takes the events, and returns instead those by which a consumer who knows nothing comes to the same set."""
+        assert self._events is not None, "events are not recorded"
+        self._events.take()
+        self._events.reset((), all_gone=True)
+        for node in self.index:  # in the order of entry: parents before their children
+            if node.block_hash is not None:
+                self._events.stored(node)
+        return self._events.take()
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
         """Raises AssertionError where pool, index and page tables contradict each other. `sequences`: all there are."""
@@ -265,6 +290,8 @@ class KVCacheManager:
             assert node is not None, f"block {block} is cached, yet not in the index"
             self._evicted.add(node)
             self.index.remove(block)
+            if self._events is not None:
+                self._events.removed(node)
         self.num_evicted_blocks += len(evicted)
         return blocks
 
@@ -285,6 +312,8 @@ class KVCacheManager:
             if node.block == own:
                 self.pool.mark_indexed(own)
                 self._drop_superseded(node)
+                if self._events is not None:
+                    self._events.stored(node)
             elif sequence.reads_cache:
                 self.pool.acquire((node.block,))
                 blocks[i] = node.block

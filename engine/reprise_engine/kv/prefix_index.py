@@ -5,7 +5,7 @@
                                   └─▶ [t16 … t20]      a tail: the computed part of a block that was never filled
 
 A lookup walks down by the tokens themselves: two prefixes whose hashes collide stay apart. Every prefix with other
-extra keys (salt) hangs on a root of its own.
+extra keys (adapter, salt) hangs on a root of its own.
 
 Where the walk ends, `nearest` finds the sibling with the longest common beginning. Siblings are kept sorted, so it is
 one of the two neighbours of the place where the wanted tokens would stand: a binary search, however many there are.
@@ -18,7 +18,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from reprise_engine.kv.hashing import TOKEN_BYTES, BlockHasher, ExtraKeys, TokenBytes, sha256_block_hash
+from reprise_engine.kv.hashing import (
+    TOKEN_BYTES,
+    BlockHasher,
+    ExtraKeys,
+    TokenBytes,
+    keys_of_block,
+    sha256_block_hash,
+)
 from reprise_engine.step import BlockHash, BlockId
 
 
@@ -135,7 +142,7 @@ class PrefixIndex:
             block_hash = self._hasher(None, tokens, extra_keys)
         else:
             assert parent.block_hash is not None, "nothing goes on behind a tail"
-            block_hash = self._hasher(parent.block_hash, tokens, ())
+            block_hash = self._hasher(parent.block_hash, tokens, keys_of_block(extra_keys, first=False))
         return self._enter(branch, parent, extra_keys, tokens, block, block_hash)
 
     def insert_tail(

@@ -71,6 +71,8 @@ class Metrics:
         self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = self._counter("vllm:num_preemptions", "Preemptions by the scheduler.")
         self._evictions = self._counter("reprise:prefix_cache_evictions", "Cached blocks given to something else.")
+        self._events_published = self._counter("reprise:kv_events_published", "Events of the KV cache published.")
+        self._events_dropped = self._counter("reprise:kv_events_dropped", "Those that some consumer did not get.")
         misses = Counter(
             "reprise:prefix_cache_misses",
             "Requests of whose prompt not all was cached, by the reason why the match ended.",
@@ -143,6 +145,8 @@ class Metrics:
             counter.inc(now - before)
         self._preemptions.inc(stats.num_preemptions - told.num_preemptions)
         self._evictions.inc(stats.num_evicted_blocks - told.num_evicted_blocks)
+        self._events_published.inc(stats.num_kv_events_published - told.num_kv_events_published)
+        self._events_dropped.inc(stats.num_kv_events_dropped - told.num_kv_events_dropped)
 
     def first_token(self, *, prompt_tokens: int, cached_tokens: int, times: RequestTimes | None) -> None:
         """Once a sequence. `times` are seconds of time.monotonic()."""

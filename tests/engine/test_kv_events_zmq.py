@@ -1,0 +1,381 @@
+"""Events over real sockets: consumers that follow, come late, miss something, or do not read; a real server."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from reprise_engine import LLM, SamplingParams
+from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig
+from reprise_engine.errors import ConfigError
+from reprise_engine.kv.events import AllBlocksCleared, BlockStored, KVEvent
+from reprise_engine.kv.hash_algorithms import block_hasher
+from reprise_engine.kv.hashing import encode_blocks, encode_tokens
+from reprise_engine.kv_events.config import KVEventsConfig
+from reprise_engine.kv_events.publisher import ZmqPublisher, open_publisher
+from reprise_engine.kv_events.wire import WireFormat
+from reprise_engine.server.options import ServerOptions
+from reprise_engine.step import BlockHash
+from tests.engine.test_server_lifecycle import free_port
+from tests.engine.test_soak import Soak
+from tests.support.engine_server import running_server
+from tests.support.kv_event_consumer import Consumer
+from tests.support.tiny_models import tiny_model_path
+
+
+def low_64_bits(block_hash: BlockHash) -> int:
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def config(folder: Path, **values: Any) -> KVEventsConfig:
+    ours = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/pub", "replay_endpoint": f"ipc://{folder}/rep"}
+    return KVEventsConfig.of(ours | values)
+
+
+@contextmanager
+def publishing(settings: KVEventsConfig) -> Iterator[ZmqPublisher]:
+    publisher = open_publisher(settings, WireFormat(settings.encoding))
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@contextmanager
+def consuming(settings: KVEventsConfig) -> Iterator[Consumer]:
+    with Consumer(settings.endpoint, settings.replay_endpoint, topic=settings.topic) as consumer:
+        yield consumer
+
+
+def stored(number: int, *, blocks: int = 1) -> list[KVEvent]:
+    """A chain of `blocks` blocks of 16 tokens that no other number has."""
+    hashes = tuple(BlockHash((number << 20 | i).to_bytes(32, "big")) for i in range(1, blocks + 1))
+    tokens = encode_tokens([70_000] * 16 * blocks)
+    return [BlockStored(hashes=hashes, parent=None, tokens=tokens, block_size=16, extra_keys=((),) * blocks)]
+
+
+class Published(Soak):
+    """A soak whose events are published."""
+
+    def __init__(self, seed: int, publisher: ZmqPublisher) -> None:
+        super().__init__(seed, record_kv_events=True)
+        self.publisher = publisher
+        self.batches = 0
+
+    def act(self) -> None:
+        super().act()
+        self.publish()
+
+    def collect(self) -> None:
+        super().collect()
+        self.publish()
+
+    def publish(self) -> None:
+        if events := self.world.scheduler.kv.take_events():
+            self.publisher.publish(events)
+            self.batches += 1
+
+    @property
+    def hashes(self) -> set[int]:
+        index = self.world.scheduler.kv.index
+        return {low_64_bits(node.block_hash) for node in index if node.block_hash is not None}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_consumers_rebuild_exactly_the_cached_blocks(seed: int, tmp_path: Path) -> None:
+    settings = config(tmp_path, buffer_steps=50, topic="kv@10.0.0.1:8000@m")
+    with publishing(settings) as publisher, consuming(settings) as consumer:
+        soak = Published(seed, publisher)
+        for _ in range(6):
+            soak.live(60)
+            consumer.follow(soak.batches - 1)
+            assert consumer.cached.hashes == soak.hashes
+            # One that comes only now, long after the buffer has forgotten the beginning.
+            with consuming(settings) as late:
+                late.catch_up()
+                assert late.next == soak.batches
+                assert late.cached.blocks == consumer.cached.blocks
+        assert soak.batches > 100
+        assert soak.world.scheduler.stats().num_evicted_blocks > 0
+        assert consumer.topics == {b"kv@10.0.0.1:8000@m"}
+        assert publisher.dropped == 0
+
+
+def test_the_frames_of_a_replay_are_vllms(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with publishing(settings) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        for number in range(3):
+            publisher.publish(stored(number))
+        client.connect(str(settings.replay_endpoint))
+        # Garbage is ignored, and ends nothing.
+        for garbage in ([b""], [b"x", b"y", b"z", b"w"], [b"", b"short"], [b"", b"\xff" * 9]):
+            client.send_multipart(garbage)
+        client.send_multipart((b"", (1).to_bytes(8, "big")))
+        frames = []
+        for _ in range(3):
+            assert client.poll(30_000)
+            frames.append(client.recv_multipart())
+        assert [frame[:2] for frame in frames] == [
+            [b"", bytes(7) + b"\x01"],
+            [b"", bytes(7) + b"\x02"],
+            [b"", b"\xff" * 8],
+        ]
+        assert frames[2][2] == b""
+        assert frames[1][2] == WireFormat().encode(stored(2), timestamp=_timestamp(frames[1][2]))
+        assert not client.poll(0)
+
+
+def _timestamp(payload: bytes) -> float:
+    import msgspec
+
+    timestamp: float = msgspec.msgpack.decode(payload)[0]
+    assert abs(timestamp - time.time()) < 600
+    return timestamp
+
+
+def wants(publisher: ZmqPublisher) -> bool:
+    """A call: mypy would take the property for what it was."""
+    return publisher.wants_snapshot
+
+
+def test_a_full_queue_drops_shows_a_gap_and_asks_for_a_snapshot(tmp_path: Path) -> None:
+    settings = config(tmp_path, max_queue_size=2, replay_endpoint=None)
+    publisher = ZmqPublisher(settings, WireFormat())  # its thread does not run yet: nothing leaves the queue
+    try:
+        with consuming(settings) as consumer:
+            for number in range(4):
+                assert not wants(publisher)
+                publisher.publish(stored(number, blocks=2))
+            assert (publisher.published, publisher.dropped) == (2, 2)
+            assert not wants(publisher), "there is no room for one yet"
+            publisher.start()
+            _until(lambda: wants(publisher))
+            publisher.publish(stored(8))  # of no use to anybody who missed the others
+            assert wants(publisher)
+            assert (publisher.published, publisher.dropped) == (2, 3)
+            sent = 5
+            while not consumer.cached.blocks.keys() & _hashes(stored(9)):  # its subscription may still be under way
+                publisher.publish([AllBlocksCleared(), *stored(9)])
+                assert not wants(publisher)
+                sent += 1
+                consumer.poll()
+            assert consumer.cached.hashes == _hashes(stored(9))
+            consumer.follow(sent - 1)
+            assert consumer.gaps[0][0] in {0, 2}
+            assert consumer.gaps[0][1] >= 5
+    finally:
+        publisher.close()
+
+
+def _hashes(events: list[KVEvent]) -> set[int]:
+    return {low_64_bits(one) for event in events if isinstance(event, BlockStored) for one in event.hashes}
+
+
+def test_a_gap_shows_in_the_numbers_and_a_replay_fills_it(tmp_path: Path) -> None:
+    settings = config(tmp_path, buffer_steps=2)
+    with publishing(settings) as publisher:
+        expected = set()
+        for number in range(5):
+            publisher.publish(stored(number))
+            expected |= _hashes(stored(number))
+        with consuming(settings) as consumer:
+            number = 5
+            while not consumer.next:
+                publisher.publish(stored(number))
+                expected |= _hashes(stored(number))
+                number += 1
+                consumer.poll()
+            [(missing, received)] = consumer.gaps
+            assert missing == 0
+            assert received >= 5
+            consumer.follow(number - 1)
+            assert consumer.cached.hashes == expected
+
+
+def test_a_consumer_that_does_not_read_stalls_nobody_and_costs_bounded_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(tmp_path, hwm=20, replay_endpoint=None)
+    with publishing(settings) as publisher, consuming(settings) as reader, zmq.Context() as context:
+        sleeper = context.socket(zmq.SUB)
+        sleeper.setsockopt(zmq.RCVHWM, 1)
+        sleeper.setsockopt(zmq.LINGER, 0)
+        sleeper.subscribe("")
+        sleeper.connect(settings.endpoint)
+        sent = 0
+        while not (sleeper.poll(20) and reader.next):  # both are subscribed
+            publisher.publish(stored(sent))
+            sent += 1
+            reader.poll()
+        reader.follow(sent - 1)
+        missed_before = len(reader.gaps)
+        before = psutil.Process().memory_info().rss
+        with caplog.at_level(logging.WARNING):
+            for _ in range(1500):  # 80 MB
+                publisher.publish(stored(sent, blocks=700))
+                reader.follow(sent)
+                sent += 1
+                reader.cached.blocks.clear()
+            assert publisher.dropped > 0
+        assert len(reader.gaps) == missed_before, "the consumer that reads misses nothing"
+        assert psutil.Process().memory_info().rss - before < 40_000_000
+        warnings = [record.getMessage() for record in caplog.records if "KV events were dropped" in record.getMessage()]
+        assert len(warnings) == 1, "told once a minute"
+        assert "because a consumer does not read" in warnings[0]
+        sleeper.close()
+
+
+def _until(condition: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_endpoint_in_use_is_a_config_error_and_files_are_private(tmp_path: Path) -> None:
+    endpoint = f"tcp://*:{free_port()}"
+    settings = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)
+    with publishing(settings):
+        with pytest.raises(ConfigError, match=r"cannot listen on endpoint 'tcp.*: Address already in use"):
+            open_publisher(settings, WireFormat())
+        other = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://*:{free_port()}", replay_endpoint=endpoint)
+        with pytest.raises(ConfigError, match="cannot listen on replay_endpoint"):
+            open_publisher(other, WireFormat())
+    with publishing(settings):  # it was given back
+        pass
+    missing = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/no/such/folder")
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        open_publisher(missing, WireFormat())
+    with publishing(config(tmp_path)):
+        assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("pub", "rep")} == {0o600}
+
+
+def test_a_publisher_may_connect_to_a_router_that_binds() -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as router:
+        router.subscribe("kv@")
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        settings = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}", topic="kv@pod@m")
+        with publishing(settings) as publisher:
+            number = 0
+            while not router.poll(50):
+                publisher.publish(stored(number))
+                number += 1
+            topic, _, _ = router.recv_multipart()
+            assert topic == b"kv@pod@m"
+
+
+# --- the whole engine
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_server_tells_exactly_what_it_has_cached() -> None:
+    ports = (free_port(), free_port())
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{ports[0]}",
+        "replay_endpoint": f"tcp://*:{ports[1]}",
+        "topic": "kv-events",
+    }
+    options = ServerOptions(
+        engine=EngineConfig(
+            model=ModelConfig(model=str(tiny_model_path("qwen3")), max_model_len=128),
+            cache=CacheConfig(num_gpu_blocks_override=12, block_size=16, prefix_caching_hash_algo="sha256_cbor"),
+            kv_events=KVEventsConfig.of(events),
+        ),
+        host="127.0.0.1",
+        port=0,
+    )
+    with (
+        running_server(options) as server,
+        Consumer(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", topic="kv-events") as consumer,
+    ):
+        client = server.client
+        hasher = block_hasher("sha256_cbor")
+
+        def complete(prompt: list[int]) -> set[int]:
+            body = {"prompt": prompt, "max_tokens": 10, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            # The last token is sampled, never computed.
+            tokens = [*prompt, *answer.json()["choices"][0]["token_ids"][:-1]]
+            chain: list[BlockHash] = []
+            for block in encode_blocks(tokens, 16):
+                chain.append(hasher(chain[-1] if chain else None, block, ()))
+            return {low_64_bits(one) for one in chain}
+
+        expected = complete(list(range(10, 50))) | complete([*range(10, 30), *range(60, 80)])
+        consumer.catch_up()  # events are queued before the answer is sent, and published before a replay
+        assert consumer.cached.hashes == expected
+        for start in range(5):  # evicts the first ones
+            newest = complete(list(range(100 + start, 190 + start)))
+        consumer.catch_up()
+        assert newest <= consumer.cached.hashes
+        assert not expected <= consumer.cached.hashes
+        assert len(consumer.cached.hashes) <= 12
+        with Consumer(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", topic="kv-events") as late:
+            late.catch_up()
+            assert late.cached.blocks == consumer.cached.blocks
+        assert client.post("/reset_prefix_cache").status_code == 200
+        consumer.catch_up()
+        assert consumer.cached.hashes == set()
+        figures = dict(re.findall(r"(?m)^reprise:kv_events_(\w+)_total\{.*\} (\S+)$", client.get("/metrics").text))
+        assert float(figures["published"]) >= consumer.next
+        assert float(figures["dropped"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_endpoint_in_use_ends_the_server_with_2_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://*")
+        events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "reprise_engine.entrypoints.openai.api_server", "--port", str(free_port())),
+                *("--model", str(tiny_model_path("qwen3")), "--kv-events-config", json.dumps(events)),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ended.returncode == 2
+    assert f"cannot listen on endpoint 'tcp://*:{port}': Address already in use" in ended.stderr
+    assert "Loading" not in ended.stderr
+
+
+def test_llm_publishes_too_and_ends_with_the_last_event_sent(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    prompt = list(range(10, 60))
+    llm = LLM(
+        model=str(tiny_model_path("qwen3")),
+        num_gpu_blocks_override=16,
+        block_size=8,
+        kv_events_config={
+            "enable_kv_cache_events": True,
+            "endpoint": settings.endpoint,
+            "replay_endpoint": settings.replay_endpoint,
+        },
+    )
+    with consuming(settings) as consumer:
+        llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+        consumer.follow(0)
+        assert len(consumer.cached.hashes) == 6
+        assert llm.stats.num_kv_events_published >= 1
+        del llm
+        gc.collect()
+    with publishing(settings):  # the endpoints were given back
+        pass
+    with pytest.raises(ConfigError, match="unknown key 'port'"):
+        LLM(model="nowhere", kv_events_config={"port": 5})
