@@ -24,6 +24,7 @@ from reprise_engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from reprise_engine.entrypoints import bench
 from reprise_engine.errors import ConfigError
 from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
@@ -273,6 +274,7 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
     add_serve_arguments(serve, positional_model=True)
+    bench.add_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
     return parser
 
 
