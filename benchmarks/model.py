@@ -2,11 +2,11 @@
 
     python -m benchmarks.model [FOLDER]
 
-Writes a folder as Hugging Face has them (config, safetensors, tokenizer) and, beside it, the same weights as a GGUF file
-in bfloat16. Speed does not depend on what the weights say; a real checkpoint cannot be had everywhere.
+Writes a folder as Hugging Face has them (config, safetensors, tokenizer) and, beside it, the same weights as a GGUF
+file in bfloat16. Speed does not depend on what the weights say; a real checkpoint cannot be had everywhere.
 
 The tokenizer is a small byte-level BPE, its vocabulary filled up with words of ASCII letters: nearly every token that
-random weights choose is whole text, so a server has no reason to hold a token back, and the first text is the first token.
+random weights choose is whole text, so a server has no reason to hold one back, and the first text is the first token.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _TEXT = (
-    "The quick brown fox jumps over the lazy dog. A prefix cache keeps the keys and values of tokens it has seen, so that "
-    "a system prompt shared by many requests is computed once. 0123456789 (){}[] +-*/= def return import print."
+    "The quick brown fox jumps over the lazy dog. A prefix cache keeps the keys and values of tokens it has seen, so "
+    "that a system prompt shared by many requests is computed once. 0123456789 (){}[] +-*/= def return import print."
 )
 _DEFAULT_FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "models" / "qwen3-0.6b-random"
 
@@ -95,7 +95,9 @@ def shapes() -> dict[str, tuple[str, tuple[int, ...]]]:
         "mlp.up_proj": ("ffn_up", (FFN, HIDDEN)),
         "mlp.down_proj": ("ffn_down", (HIDDEN, FFN)),
     }
-    named = {"model.embed_tokens.weight": ("token_embd.weight", (VOCAB_SIZE, HIDDEN))}
+    named: dict[str, tuple[str, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": ("token_embd.weight", (VOCAB_SIZE, HIDDEN))
+    }
     for number in range(LAYERS):
         for name, (gguf_name, shape) in layer.items():
             named[f"model.layers.{number}.{name}.weight"] = (f"blk.{number}.{gguf_name}.weight", shape)
@@ -188,9 +190,7 @@ def write_gguf(folder: Path, path: Path, weights: dict[str, torch.Tensor]) -> No
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL if token in SPECIAL else gguf.TokenType.NORMAL for token in tokens]
-    )
+    writer.add_token_types([gguf.TokenType.CONTROL if token in SPECIAL else gguf.TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     writer.add_eos_token_id(END_OF_TURN)
     writer.add_pad_token_id(END_OF_TEXT)

@@ -8,7 +8,7 @@ object of milliseconds. What is timed:
     hash       the request's block hasher (sha256, the default) over one prompt
     lookup     get_computed_blocks
     allocate   allocate_slots for the whole prompt, which also enters its full blocks into the cache
-    step       for all requests: allocate_slots for one token, append_output_token_ids (which hashes a block that is full)
+    step       for all requests: allocate_slots for one token, append_output_token_ids (which hashes full blocks)
     free       free
 
 The garbage collector's heap is frozen first, as vLLM's engine does.
@@ -110,9 +110,7 @@ def measure(block_size: int) -> dict[str, float]:
     for request in running:
         timed("free", manager.free, request)
     assert manager.usage == 0.0
-    return {
-        name: 1000 * (fmean(values) if name == "step" else median(values)) for name, values in seconds.items()
-    }
+    return {name: 1000 * (fmean(values) if name == "step" else median(values)) for name, values in seconds.items()}
 
 
 def main(arguments: list[str]) -> None:
