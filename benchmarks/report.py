@@ -109,12 +109,12 @@ def render(record: Record, *, notes: str, plots: Sequence[str] = ()) -> str:
 
 
 def _run_facts(record: Record) -> str:
-    titles: dict[str, str] = {**SUBJECT_TITLES}
+    titles = {str(subject): title for subject, title in SUBJECT_TITLES.items()}
     facts = [
         ("command", f"`{record.command}`"),
         ("run", f"{record.begun} to {record.ended} (UTC)"),
         *record.machine.items(),
-        *((str(titles.get(name, name)), version) for name, version in record.versions.items()),
+        *((titles.get(name, name), version) for name, version in record.versions.items()),
     ]
     return "\n".join(["| the run | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]) + "\n"
 
