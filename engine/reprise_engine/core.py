@@ -6,6 +6,7 @@ Used by the engine process and by `LLM` alike.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import psutil
@@ -23,7 +24,7 @@ from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
-from reprise_engine.loop import EngineCore
+from reprise_engine.loop import EngineCore, Runner
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
 from reprise_engine.messages import LoadProgress
@@ -38,9 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def build_core(
-    config: EngineConfig, *, progress: Progress = lambda _progress: None
+    config: EngineConfig,
+    *,
+    progress: Progress = lambda _progress: None,
+    wrap_runner: Callable[[ModelRunner], Runner] = lambda runner: runner,
 ) -> tuple[EngineCore, ResolvedConfig]:
-    """Loads the model and allocates the KV pool. Raises ConfigError, ModelError or InsufficientMemory."""
+    """Loads the model and allocates the KV pool. Raises ConfigError, ModelError or InsufficientMemory.
+
+    `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
+    """
     device = resolve_device(config.device)
     device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
     block_size = _choose_block_size(config.cache, device_type)
@@ -99,7 +106,7 @@ def build_core(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    return EngineCore(scheduler, runner), resolved
+    return EngineCore(scheduler, wrap_runner(runner)), resolved
 
 
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:

@@ -24,7 +24,7 @@ from reprise_engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from reprise_engine.entrypoints import bench
+from reprise_engine.entrypoints import bench, evaluate
 from reprise_engine.errors import ConfigError
 from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
@@ -275,6 +275,7 @@ def build_parser() -> ArgumentParser:
     serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
     add_serve_arguments(serve, positional_model=True)
     bench.add_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
+    evaluate.add_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
     return parser
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from reprise_engine.attention.base import AttentionBackend, LayerKV
@@ -49,9 +51,14 @@ class ModelRunner:
             },
         )
 
-    def logits(self, step: Step) -> torch.Tensor:
-        """The float32 logits (R, V) of the requests that sample, instead of their tokens. Writes KV like `run`."""
+    def logits(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
+        """The float32 logits (R, V) of the requests that sample, instead of their tokens. Writes KV like `run`.
+
+        With `every_token` those of all tokens of the step, (T, V), in its order.
+        """
         batch = build_batch(step, block_size=self._block_size, num_blocks=self._num_blocks, device=self._model.device)
+        if every_token:
+            batch = replace(batch, logits_rows=torch.arange(step.num_tokens, device=self._model.device))
         with torch.inference_mode():
             self._copy_blocks(step)
             return self._forward(batch)
