@@ -49,7 +49,7 @@ def _bars(record: Record, path: Path, title: str, names: tuple[RowName, ...]) ->
             value = found.median or 0.0
             spread = [[value - min(found.values)], [max(found.values) - value]]
             axis.bar(place, value, color=_COLOURS[found.subject], yerr=spread, capsize=3)
-            axis.annotate(number(value), (place, value), ha="center", va="bottom", fontsize=8)
+            axis.annotate(number(value), (place, max(found.values)), ha="center", va="bottom", fontsize=8)
         axis.set_xticks(range(len(figures)), [SUBJECT_TITLES[found.subject].replace(", ", ",\n") for found in figures])
         axis.tick_params(axis="x", labelsize=7)
         axis.set_title(_wrap(ROWS[name].title), fontsize=8)
@@ -68,14 +68,15 @@ def _ratios(record: Record, path: Path) -> Path | None:
     judged = [(verdict, margin) for verdict in verdicts(record) if (margin := _margin(verdict)) is not None]
     if not judged:
         return None
-    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.34 * len(judged)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.38 * len(judged)), layout="constrained")
     for place, (verdict, margin) in enumerate(reversed(judged)):
-        axis.barh(place, margin, color="#0b6e4f" if verdict.met else "#c8553d")
-        axis.annotate(f" {number(margin)}", (margin, place), va="center", fontsize=8)
+        axis.barh(place, margin - 1, left=1.0, color="#0b6e4f" if verdict.met else "#c8553d")
+        side = "left" if margin >= 1 else "right"
+        axis.annotate(f" {number(margin)} ", (margin, place), va="center", ha=side, fontsize=8)
     axis.set_yticks(range(len(judged)), [_label(verdict) for verdict, _ in reversed(judged)], fontsize=7)
     axis.axvline(1.0, color="black", linewidth=1)
     axis.set_xscale("log")
-    axis.margins(x=0.1)
+    axis.margins(x=0.15)
     axis.set_title("How many times better than its goal (1 is just met)", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -93,7 +94,7 @@ def _margin(verdict: Verdict) -> float | None:
 def _label(verdict: Verdict) -> str:
     against = verdict.goal.against
     beside = "" if against in (None, "reprise") else f" (beside {SUBJECT_TITLES[against]})"
-    return verdict.row.title + beside
+    return _wrap(verdict.row.title + beside, 56)
 
 
 def _wrap(title: str, width: int = 30) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -75,9 +76,9 @@ class Record:
         )
 
     def miss(self, subject: Subject, row: RowName, reason: str) -> None:
-        """Says why there is no figure; samples that there are stay."""
+        """Says why there is no figure, in one line without paths or addresses; samples that there are stay."""
         if not self.count(subject, row):
-            self.figures[subject, row] = Figure(subject=subject, row=row, missing=reason)
+            self.figures[subject, row] = Figure(subject=subject, row=row, missing=_public(reason))
 
     def drop(self, row: RowName) -> None:
         for key in [key for key in self.figures if key[1] == row]:
@@ -103,6 +104,12 @@ class Record:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, path)
+
+
+def _public(reason: str) -> str:
+    """Error messages and logs name folders and ports of the machine, which are nobody's business."""
+    without_urls = re.sub(r"https?://\S+", "its address", reason)
+    return " ".join(re.sub(r"(?<![\w…])/(?:[^\s/'\"]+/)+", "…/", without_urls).replace("|", "/").split())
 
 
 def _rounded(figure: dict[str, Any]) -> dict[str, Any]:

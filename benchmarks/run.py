@@ -118,7 +118,9 @@ class Runner:
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         for _ in range(samples):
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            ended = subprocess.run(
+                command, cwd=HERE.parent, env=environment, capture_output=True, text=True, check=False
+            )
             if ended.returncode != 0:
                 raise ServerError(f"the cache core could not be measured: {ended.stderr.strip()[-300:]}")
             figures: dict[str, float] = json.loads(ended.stdout)
@@ -231,9 +233,11 @@ def _folders(parsed: argparse.Namespace) -> tuple[Path, Path]:
     return HERE / "results" / "run.json", HERE
 
 
-def _open_record(parsed: argparse.Namespace, path: Path, arguments: Sequence[str]) -> Record:
+def _open_record(parsed: argparse.Namespace, path: Path, command: str) -> Record:
     if parsed.resume or parsed.report:
         record = load_record(path)
+        if parsed.resume:
+            record.command += f"; then {command}"
         for row in parsed.redo:
             record.drop(row)
         return record
@@ -241,7 +245,6 @@ def _open_record(parsed: argparse.Namespace, path: Path, arguments: Sequence[str
     if load > _QUIET:
         print(f"Other programs use {load:.1f} of the cores: absolute figures, and perhaps ratios, will suffer.")
     machine = machine_facts() | {"used by others when the run began": f"{load:.1f} cores"}
-    command = " ".join(["python -m benchmarks.run", *map(shlex.quote, arguments)])
     return Record(command=command, begun=_now(), smoke=parsed.smoke, machine=machine)
 
 
@@ -249,8 +252,9 @@ def main(arguments: Sequence[str]) -> int:
     parsed = build_parser().parse_args(arguments)
     path, folder = _folders(parsed)
     stages = plan(parsed.peers, parsed.only)
+    command = " ".join(["python -m benchmarks.run", *map(shlex.quote, arguments)])
     try:
-        record = _open_record(parsed, path, arguments)
+        record = _open_record(parsed, path, command)
     except RecordError as error:
         print(error, file=sys.stderr)
         return 2
@@ -259,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             Runner(record, path, ensure_model()).run(stages)
         except KeyboardInterrupt:
-            print(f"\nStopped; what was measured is kept. Go on with: {record.command} --resume", file=sys.stderr)
+            print(f"\nStopped; what was measured is kept. Go on with: {command} --resume", file=sys.stderr)
             return 1
     folder.mkdir(parents=True, exist_ok=True)
     plots = write_plots(record, folder / "plots")

@@ -130,6 +130,14 @@ def test_a_sample_drops_the_reason_and_a_reason_no_sample(record: Record) -> Non
     assert record.count("reprise", "decode") == record.count("vllm-cpu", "decode") == 0
 
 
+def test_a_reason_names_no_path_and_no_address(record: Record) -> None:
+    reason = "cannot write to http://127.0.0.1:4193/v1:\n  File '/home/me/x/core.py' | bound and/or free"
+    record.miss("llama.cpp", "throughput", reason)
+    figure = record.figure("llama.cpp", "throughput")
+    assert figure is not None
+    assert figure.missing == "cannot write to its address File '…/core.py' / bound and/or free"
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", "no json", '{"format": 99}'])
 def test_a_foreign_record_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
