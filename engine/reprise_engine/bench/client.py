@@ -86,8 +86,9 @@ class Client:
         headers = {"Authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # As many connections as there are requests under way: the client must not queue them.
-            connector=aiohttp.TCPConnector(limit=0),
+            # As many connections as there are requests under way: the client must not queue them. A new one for each:
+            # llama.cpp closes one behind a stream without saying so, and a POST is not tried again.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=self.options.timeout, sock_connect=_CONNECT_SECONDS),
             read_bufsize=2**18,
         )
