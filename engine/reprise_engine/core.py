@@ -6,6 +6,7 @@ Used by the engine process and by `LLM` alike.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import psutil
@@ -24,7 +25,7 @@ from reprise_engine.errors import ConfigError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv_events.config import KVEventsConfig
-from reprise_engine.loop import EngineCore, KVEventSink
+from reprise_engine.loop import EngineCore, KVEventSink, Runner
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
 from reprise_engine.messages import LoadProgress
@@ -40,15 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 def build_core(
-    config: EngineConfig, *, progress: Progress = lambda _progress: None
+    config: EngineConfig,
+    *,
+    progress: Progress = lambda _progress: None,
+    wrap_runner: Callable[[ModelRunner], Runner] = lambda runner: runner,
 ) -> tuple[EngineCore, ResolvedConfig]:
     """Loads the model and allocates the KV pool. Raises ConfigError, ModelError or InsufficientMemory.
 
-    The core is to be closed.
+    The core is to be closed. `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
     """
     kv_events = _open_kv_events(config.kv_events)  # first: an endpoint that is taken is told before a model is loaded
     try:
-        return _build(config, kv_events, progress)
+        return _build(config, kv_events, progress, wrap_runner)
     except BaseException:
         if kv_events is not None:
             kv_events.close()
@@ -73,7 +77,10 @@ def _open_kv_events(config: KVEventsConfig) -> KVEventSink | None:
 
 
 def _build(
-    config: EngineConfig, kv_events: KVEventSink | None, progress: Progress
+    config: EngineConfig,
+    kv_events: KVEventSink | None,
+    progress: Progress,
+    wrap_runner: Callable[[ModelRunner], Runner],
 ) -> tuple[EngineCore, ResolvedConfig]:
     device = resolve_device(config.device)
     device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
@@ -148,7 +155,7 @@ def _build(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    return EngineCore(scheduler, runner, kv_events=kv_events), resolved
+    return EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events), resolved
 
 
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:

@@ -10,7 +10,20 @@ import pytest
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "request", "errors", "step", "messages", "scheduler", "loop", "kv.manager", "tiers", "text", "server"],
+    [
+        "config",
+        "request",
+        "errors",
+        "step",
+        "messages",
+        "scheduler",
+        "loop",
+        "kv.manager",
+        "tiers",
+        "text",
+        "server",
+        "bench",
+    ],
 )
 def test_importing_leaves_torch_out(module: str) -> None:
     # Every module below a package too: the package alone may be empty.

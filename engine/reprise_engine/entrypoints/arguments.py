@@ -25,6 +25,8 @@ from reprise_engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
+from reprise_engine.entrypoints.evaluate import add_eval_arguments
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.server.isolation import IsolationMode
@@ -308,6 +310,8 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
     add_serve_arguments(serve, positional_model=True)
+    add_bench_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
+    add_eval_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
     return parser
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
+from reprise_engine.entrypoints import bench, evaluate
 from reprise_engine.entrypoints.arguments import ArgumentParser, build_parser, server_options
 from reprise_engine.errors import ConfigError
 from reprise_engine.server import lifecycle, logs
@@ -12,12 +14,17 @@ from reprise_engine.server import lifecycle, logs
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; argparse itself exits with 2 for a wrong flag."""
-    return serve(build_parser(), arguments)
-
-
-def serve(parser: ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Parse and run a server."""
+    parser = build_parser()
     parsed = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if parsed.command == "bench":
+        return bench.main(parsed)
+    if parsed.command == "eval":
+        return evaluate.main(parsed)
+    return serve(parser, parsed)
+
+
+def serve(parser: ArgumentParser, parsed: argparse.Namespace) -> int:
+    """Run a server. The lines of a wrong flag go to the kubelet, too."""
     try:
         options = server_options(parsed)
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -60,10 +61,15 @@ class ModelRunner:
             transfer_seconds=transfer_seconds,
         )
 
-    def logits(self, step: Step) -> torch.Tensor:
-        """The float32 logits (R, V) of the requests that sample, instead of their tokens. Writes KV like `run`."""
+    def logits(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
+        """The float32 logits (R, V) of the requests that sample, instead of their tokens. Writes KV like `run`.
+
+        With `every_token` those of all tokens of the step, (T, V), in its order.
+        """
         batch = build_batch(step, block_size=self._block_size, num_blocks=self._num_blocks, device=self._model.device)
         self._transfer_blocks(step)
+        if every_token:
+            batch = replace(batch, logits_rows=torch.arange(step.num_tokens, device=self._model.device))
         with torch.inference_mode():
             self._copy_blocks(step)
             return self._forward(batch)

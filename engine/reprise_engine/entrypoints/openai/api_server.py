@@ -10,7 +10,8 @@ from reprise_engine.entrypoints.cli import serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return serve(build_api_server_parser(), arguments)
+    parser = build_api_server_parser()
+    return serve(parser, parser.parse_args(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":
