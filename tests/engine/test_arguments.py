@@ -11,9 +11,9 @@ import pytest
 from reprise_engine.entrypoints.arguments import (
     build_api_server_parser,
     build_parser,
-    number_with_suffix,
     server_options,
 )
+from reprise_engine.entrypoints.values import number_with_suffix
 from reprise_engine.errors import ConfigError
 from reprise_engine.server.options import ServerOptions
 

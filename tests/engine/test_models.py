@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm.auto import tqdm
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from reprise_engine.config import ModelConfig
@@ -19,6 +21,7 @@ from reprise_engine.errors import ConfigError, ModelError, ModelNotFound, Unsupp
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import find_weights
 from reprise_engine.models.loader import choose_dtype, load_model
+from reprise_engine.models.quiet import without_progress_bars
 from reprise_engine.models.spec import read_spec
 from reprise_engine.models.upcast import UpcastEmbedding, UpcastExperts, UpcastLinear
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
@@ -168,6 +171,14 @@ def test_broken_gguf_and_foreign_gguf(tmp_path: Path) -> None:
     path.write_bytes(b"GGUX" + bytes(60))
     with pytest.raises(UnsupportedModel, match="cannot be read as a GGUF file"):
         load_model(ModelConfig(model=str(path)), device=CPU)
+
+
+def test_loading_draws_no_bars_and_hides_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with without_progress_bars():
+        for _ in tqdm(range(3), desc="what a GGUF file draws, unasked"):
+            pass
+        print("a warning", end="\n\n", file=sys.stderr)
+    assert capsys.readouterr().err == "a warning\n\n"
 
 
 def test_remote_code_is_refused() -> None:

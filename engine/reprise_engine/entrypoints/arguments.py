@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
@@ -27,6 +24,15 @@ from reprise_engine.config import (
 )
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
+from reprise_engine.entrypoints.values import (
+    json_object,
+    model_length,
+    number_with_suffix,
+    port,
+    seconds,
+    share_or_blocks,
+    size,
+)
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.server.isolation import IsolationMode
@@ -54,8 +60,6 @@ _NOT_SUPPORTED = {
     "cpu-offload-gb": "weights are not offloaded",
 }
 """vLLM's flags that people bring along, each with the reason, so that the message helps."""
-
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -98,73 +102,6 @@ def _unknown(arguments: Sequence[str]) -> str:
     return f"unknown argument {arguments[0]!r}."
 
 
-def number_with_suffix(text: str) -> int:
-    """A whole number such as 4096, 32k (32,000), 32K (32,768), 1.5G. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 32k (32,000) or 32K (32,768)")
-    value = float(match[1]) * _SUFFIXES[match[2]]
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
-
-
-def size(text: str) -> int:
-    """Bytes: 4GiB, 512MiB, 1.5TiB, or as number_with_suffix. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])iB", text.strip())
-    if match is None:
-        try:
-            return number_with_suffix(text)
-        except argparse.ArgumentTypeError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GiB, 512MiB or 4294967296") from None
-    return int(float(match[1]) * 2 ** (10 * (1 + "KMGT".index(match[2]))))
-
-
-def _model_length(text: str) -> int | None:
-    if text in ("auto", "-1"):
-        return None
-    length = number_with_suffix(text)
-    if length < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1, or auto")
-    return length
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _share_or_blocks(text: str) -> float | int:
-    """0.25 and 25% are shares, 25 is a number of blocks. CacheConfig checks the range."""
-    try:
-        if text.endswith("%"):
-            return float(text[:-1]) / 100
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 0.25 or 25% nor a number") from None
-
-
-def _json_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
 def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bool) -> None:
     """All flags of the server. `reprise serve` takes the model as an argument as well."""
     if positional_model:
@@ -182,7 +119,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         "--dtype", choices=["auto", "half", "float16", "bfloat16", "float", "float32"], default="auto", help="(auto)"
     )
     model.add_argument(
-        "--max-model-len", type=_model_length, default=None, metavar="TOKENS", help="prompt plus output; 32k, 32K, auto"
+        "--max-model-len", type=model_length, default=None, metavar="TOKENS", help="prompt plus output; 32k, 32K, auto"
     )
     model.add_argument(
         "--device", choices=["auto", "cpu", "npu"], default="auto", help="(auto: an NPU where there is one)"
@@ -212,7 +149,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     cache.add_argument(
         "--prefix-cache-pin-budget",
-        type=_share_or_blocks,
+        type=share_or_blocks,
         default=DEFAULT_PIN_BUDGET,
         metavar="SHARE|BLOCKS",
         help=f"what may be pinned: a share such as 0.25 or 25%%, or a number of blocks ({DEFAULT_PIN_BUDGET}); one "
@@ -247,7 +184,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     cache.add_argument(
         "--kv-events-config",
-        type=_json_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help="""publish what enters and leaves the prefix cache, over ZeroMQ: {"enable_kv_cache_events": true} (off)""",
@@ -259,7 +196,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         help="computed and pinned before readiness: a prompt a line; *.jsonl: an object a line with prompt or messages",
     )
     cache.add_argument(
-        "--warmup-timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for all of them; failure is logged"
+        "--warmup-timeout", type=seconds, default=300.0, metavar="SECONDS", help="for all of them; failure is logged"
     )
 
     scheduler = parser.add_argument_group("scheduler")
@@ -276,7 +213,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
 
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on (all)")  # noqa: S104
-    server.add_argument("--port", type=_port, default=8000, help="(8000); 0 takes a free one")
+    server.add_argument("--port", type=port, default=8000, help="(8000); 0 takes a free one")
     server.add_argument(
         "--api-key", nargs="+", metavar="KEY", help=f"better in the environment: {' or '.join(API_KEY_VARIABLES)}"
     )
@@ -284,7 +221,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     server.add_argument(
         "--generation-config", default="auto", metavar="SOURCE", help="default sampling: auto, vllm (none) or a folder"
     )
-    server.add_argument("--override-generation-config", type=_json_object, default={}, metavar="JSON")
+    server.add_argument("--override-generation-config", type=json_object, default={}, metavar="JSON")
     server.add_argument(
         "--enable-prompt-tokens-details",
         action=argparse.BooleanOptionalAction,
@@ -293,7 +230,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     server.add_argument("--enable-force-include-usage", action=argparse.BooleanOptionalAction, default=False)
     server.add_argument(
-        "--shutdown-timeout", type=_seconds, default=100.0, metavar="SECONDS", help="for running requests, on SIGTERM"
+        "--shutdown-timeout", type=seconds, default=100.0, metavar="SECONDS", help="for running requests, on SIGTERM"
     )
     server.add_argument(
         "--uvicorn-log-level",

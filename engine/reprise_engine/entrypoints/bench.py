@@ -26,6 +26,11 @@ _URL_KEYS = ("OPENAI_API_KEY", "REPRISE_API_KEY")
 _OWN_KEYS = ("REPRISE_API_KEY", "VLLM_API_KEY")
 _CACHE_FLAGS = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
 _ADDRESS_FLAGS = {"--host", "--port"}
+_SECRET_FLAGS = {
+    "--api-key": _OWN_KEYS[0],
+    "--prefix-cache-isolation-secret": "REPRISE_PREFIX_CACHE_ISOLATION_SECRET",
+}
+"""Flags are shown and written into the JSON; each with the variable to use instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +184,9 @@ def _check_server(parsed: argparse.Namespace) -> None:
             raise ConfigError("--compare off sets the cache itself; leave --[no-]enable-prefix-caching out.")
         if _ADDRESS_FLAGS & set(flags):
             raise ConfigError("--host and --port are chosen by the measurement; leave them out.")
+        for flag in flags:
+            if flag in _SECRET_FLAGS:
+                raise ConfigError(f"{flag} would be shown and recorded; set {_SECRET_FLAGS[flag]} in the environment.")
         _check_engine_flags(parsed.model, parsed.engine_flags)
         return
     if parsed.engine_flags:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from reprise_engine.entrypoints.values import json_object
 
 DEFAULT_CONCURRENCY = 8
 OWN_READY_SECONDS = 600.0
@@ -135,7 +134,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of exact length (on)"
     )
     sampling.add_argument(
-        "--extra-body", type=_json_object, default={}, metavar="JSON", help="fields to add to every request"
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="fields to add to every request"
     )
 
     output = parser.add_argument_group("output")
@@ -146,16 +145,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--label", default=None, help="name of the run in table, JSON and plots")
     output.add_argument("--disable-tqdm", "--no-progress", action="store_true", help="no progress bar")
-
-
-def _json_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
 
 
 def _percentiles(text: str) -> tuple[float, ...]:

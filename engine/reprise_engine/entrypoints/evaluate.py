@@ -78,10 +78,16 @@ def exit_code(
         if parsed.json is not None:
             from reprise_engine.evaluation.report import write_json
 
-            write_json(parsed.json, {"evaluation": parsed.evaluation, "model": parsed.model} | content)
+            try:
+                write_json(parsed.json, {"evaluation": parsed.evaluation, "model": parsed.model} | content)
+            except OSError as error:
+                raise ConfigError(f"--json is {parsed.json}, which cannot be written: {error.strerror}.") from error
     except RepriseError as error:
         print(f"reprise eval: error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_BROKEN
+    except KeyboardInterrupt:
+        print("reprise eval: interrupted", file=sys.stderr)
+        return 130
     return 0 if ok else EXIT_BROKEN
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reprise_engine.models.files import find_weights
+from reprise_engine.models.quiet import without_progress_bars
 from reprise_engine.request import TokenId
 
 
@@ -27,7 +28,8 @@ class Reference:
             from transformers import GgufConfig
 
             options |= {"gguf_file": files.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-        module: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
+        with without_progress_bars():
+            module: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
         assert isinstance(module, PreTrainedModel)
         self._module = module.to(torch.float32).eval()  # type: ignore[arg-type]  # typed for transformers' own mixin
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_attention
 from reprise_engine.config import DType, ModelConfig
@@ -20,6 +18,7 @@ from reprise_engine.errors import ConfigError, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.fused import fuse_layers
+from reprise_engine.models.quiet import without_progress_bars
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
 from reprise_engine.native import Kernels
@@ -139,7 +138,7 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
     if spec.expert_size:
         # One expert after the other: the sum of a row does not depend on which other rows share the batch.
         options["experts_implementation"] = "eager"
-    with _without_progress_bars():
+    with without_progress_bars():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
         except _UNREADABLE_WEIGHTS as error:
@@ -164,18 +163,6 @@ def _check_complete(files: ModelFiles, loading: Mapping[str, Any]) -> None:
             f"The weights in {files.folder} lack {len(missing)} tensors that config.json asks for, among them "
             f"{', '.join(missing[:3])}. The checkpoint is incomplete or config.json is another model's."
         )
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    # The engine reports progress by messages; bars on stderr would interleave with the server's log.
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _eos_token_ids(files: ModelFiles, module: PreTrainedModel) -> tuple[int, ...]:
