@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv_events.config import KVEventsConfig
@@ -33,6 +33,10 @@ class ModelConfig:
     """Tokens of prompt plus output; None takes the model's own limit."""
     trust_remote_code: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(DType):
+            raise ConfigError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(get_args(DType))}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,11 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         self._check_tiers()
+        if self.prefix_caching_hash_algo not in get_args(HashAlgorithm):
+            raise ConfigError(
+                f"--prefix-caching-hash-algo is {self.prefix_caching_hash_algo!r}; it must be one of "
+                f"{', '.join(get_args(HashAlgorithm))}."
+            )
         budget = self.prefix_cache_pin_budget
         if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
             raise ConfigError(
@@ -142,6 +151,8 @@ class EngineConfig:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
+        if self.device not in get_args(Device):
+            raise ConfigError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}.")
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 

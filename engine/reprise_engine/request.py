@@ -74,6 +74,10 @@ class SamplingParams:
         ):
             if not fine:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must be {limits}.", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}).", param="min_tokens"
+            )
 
     @property
     def greedy(self) -> bool:

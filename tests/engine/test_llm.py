@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from reprise_engine import LLM, SamplingParams
+from reprise_engine.cache_report import MissReason
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, ContextLengthExceeded, InsufficientMemory, RequestError
 from reprise_engine.step import Step, StepResult
@@ -67,6 +68,10 @@ def test_a_repeated_prompt_is_found_in_the_cache_unless_caching_is_off() -> None
     assert [output.num_cached_tokens for output in outputs] == [0, 39, 0, 0]
     assert len({output.outputs[0].token_ids for output in outputs}) == 1
     assert (warm.stats.prefix_cache_queries, warm.stats.prefix_cache_hits) == (80, 39)
+    explained = [output.cache_explanation for output in outputs]
+    reasons = [None if explanation is None else explanation.reason for explanation in explained]
+    assert reasons == [MissReason.NOT_SEEN, None, MissReason.CACHING_OFF, MissReason.CACHING_OFF]
+    assert None not in explained
     assert warm.reset_prefix_cache()
     assert warm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
 
@@ -196,6 +201,12 @@ def test_unknown_arguments_and_bad_values_are_refused() -> None:
         make_llm(gpu_memory_utilization=1.5)
     with pytest.raises(ConfigError, match="--device is npu, but torch_npu is not installed"):
         make_llm(device="npu")
+    with pytest.raises(ConfigError, match="--dtype is 'half'; it must be one of auto, float32,"):
+        make_llm(dtype="half")
+    with pytest.raises(ConfigError, match="--device is 'gpu'; it must be one of auto, cpu, npu"):
+        make_llm(device="gpu")
+    with pytest.raises(ConfigError, match="--prefix-caching-hash-algo is 'md5'; it must be one of sha256,"):
+        make_llm(prefix_caching_hash_algo="md5")
     with pytest.raises(ConfigError, match="--max-num-batched-tokens is 16"):
         make_llm(enable_chunked_prefill=False, max_num_batched_tokens=16)
     with pytest.raises(InsufficientMemory, match="raise --num-gpu-blocks-override to 25"):
@@ -213,6 +224,23 @@ def test_without_chunked_prefill_a_step_holds_the_longest_prompt_unasked() -> No
     assert SchedulerConfig(enable_chunked_prefill=False).batched_tokens(max_model_len=8192) == 8192
     assert SchedulerConfig(enable_chunked_prefill=True).batched_tokens(max_model_len=8192) == 2048
     assert SchedulerConfig(max_num_batched_tokens=9).batched_tokens(max_model_len=8192) == 9
+
+
+def test_more_tokens_at_least_than_at_most_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"min_tokens is 9, more than max_tokens \(8\)"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    with pytest.raises(RequestError, match=r"min_tokens is 17, more than max_tokens \(16\)"):
+        llm.generate([5], SamplingParams(min_tokens=17))
+    [exact] = llm.generate([5], SamplingParams(min_tokens=8, max_tokens=8))
+    assert len(exact.outputs[0].token_ids) == 8
+
+
+def test_blocks_are_named_as_asked() -> None:
+    """To the outside only: the same prompt is found under either name."""
+    prompt = list(range(10, 50))
+    for algorithm in ("sha256_cbor", "xxhash"):
+        llm = make_llm(prefix_caching_hash_algo=algorithm)
+        assert [llm.generate(prompt, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 39]
 
 
 def test_what_the_engine_settled_on_is_told() -> None:

@@ -30,9 +30,8 @@ from tests.engine.paged_fake import FakeDisk, World
 PIECES = st.sampled_from([(1,), (2,), (1, 2), (1, 1, 1), (1, 2, 3, 4), (5, 6, 7, 8, 9)])
 PROMPTS = st.lists(PIECES, min_size=1, max_size=6).map(lambda pieces: sum(pieces, ()))
 SAMPLINGS = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 12),
-    min_tokens=st.integers(0, 3),
+    lambda lengths, **others: SamplingParams(max_tokens=max(lengths), min_tokens=min(3, *lengths), **others),
+    lengths=st.tuples(st.integers(0, 3), st.integers(1, 12)),
     stop_token_ids=st.sampled_from([(), (3,), (3, 10, 20, 30, 40)]),
     skip_reading_prefix_cache=st.sampled_from([False, False, False, True]),
 )

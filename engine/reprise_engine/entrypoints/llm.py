@@ -21,12 +21,14 @@ from typing import Any, TypedDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.config import (
     DEFAULT_MEMORY_UTILIZATION,
     CacheConfig,
     Device,
     DType,
     EngineConfig,
+    HashAlgorithm,
     ModelConfig,
     ResolvedConfig,
     SchedulerConfig,
@@ -74,13 +76,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOutput:
-    """One prompt and what became of it. `num_cached_tokens` of the prompt were not computed but found in the cache."""
+    """One prompt and what became of it. `num_cached_tokens` of the prompt were not computed but found in the cache;
+    `cache_explanation` says why not more."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[TokenId, ...]
     outputs: tuple[Completion, ...]
     num_cached_tokens: int
+    cache_explanation: CacheExplanation | None
     finished: bool = True
 
 
@@ -95,6 +99,7 @@ class _Generation:
     token_ids: list[TokenId] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
+    cache_explanation: CacheExplanation | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -119,6 +124,7 @@ class LLM:
         gpu_memory_utilization: float = DEFAULT_MEMORY_UTILIZATION,
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int | None = None,
+        prefix_caching_hash_algo: HashAlgorithm = "sha256",
         prefix_cache_host_memory: int = 0,
         prefix_cache_dir: str | Path | None = None,
         prefix_cache_disk_size: int | None = None,
@@ -155,6 +161,7 @@ class LLM:
                     gpu_memory_utilization=gpu_memory_utilization,
                     num_gpu_blocks_override=num_gpu_blocks_override,
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
+                    prefix_caching_hash_algo=prefix_caching_hash_algo,
                     prefix_cache_host_memory=prefix_cache_host_memory,
                     prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
                     prefix_cache_disk_size=prefix_cache_disk_size,
@@ -322,6 +329,7 @@ class LLM:
             prompt_token_ids=token_ids,
             sampling=sampling,
             eos_token_ids=self._eos_token_ids(),
+            explain_cache=True,
             arrival_time=time.monotonic(),
         )
         self._num_requests += 1
@@ -346,6 +354,7 @@ class LLM:
             if generation.finish_reason is not None:
                 continue  # a stop string ended it; the engine had one more token under way
             generation.cached_tokens = output.cached_tokens
+            generation.cache_explanation = output.cache_explanation
             if generation.text is None:
                 generation.token_ids += output.new_token_ids
                 generation.logprobs += output.new_logprobs
@@ -388,6 +397,7 @@ def _output_of(generation: _Generation) -> GenerationOutput:
             ),
         ),
         num_cached_tokens=generation.cached_tokens,
+        cache_explanation=generation.cache_explanation,
     )
 
 

@@ -78,8 +78,6 @@ def sampling_params(
 
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(model, stop_token_ids, param="stop_token_ids")
-    if max_tokens is not None and body.min_tokens > max_tokens:
-        raise RequestError(f"min_tokens is {body.min_tokens}, more than max_tokens ({max_tokens}).", param="min_tokens")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_own(body.temperature, defaults.temperature),
