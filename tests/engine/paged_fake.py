@@ -135,6 +135,11 @@ class FakeDisk:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self.records
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            if key in self.records:
+                self.records[key] = self.records.pop(key)
+
     def read(self, slot: SlotId, block: TierBlock) -> None:
         self._ask(DiskDone(slot, is_read=True, good=True), block, ())
 

@@ -177,7 +177,7 @@ def test_loading_draws_no_bars_and_hides_nothing_else(capsys: pytest.CaptureFixt
     with without_progress_bars():
         for _ in tqdm(range(3), desc="what a GGUF file draws, unasked"):
             pass
-        print("a warning", end="\n\n", file=sys.stderr)
+        sys.stderr.write("a warning\n\n")
     assert capsys.readouterr().err == "a warning\n\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,6 +31,10 @@ class MemoryStore:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self.records
+
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            self.records[key] = self.records.pop(key)
 
     def read(self, key: BlockKey, *, parent: BlockKey | None, tokens: bytes, into: memoryview) -> bool:
         if self.error is not None:
@@ -114,6 +119,16 @@ def test_a_store_that_raises_fails_and_the_threads_go_on(caplog: pytest.LogCaptu
     assert [done.good for done in ended(worker, 1)] == [True]
     worker.close(60)
     assert sum("disk tier failed" in record.message for record in caplog.records) == 1
+
+
+def test_use_is_told_to_the_store_in_order() -> None:
+    worker, store, _ = make()
+    worker.write(SlotId(0), ONE)
+    worker.write(SlotId(1), TWO)
+    ended(worker, 2)
+    worker.touch([ONE.key])
+    assert list(store.records) == [TWO.key, ONE.key]
+    worker.close(10)
 
 
 def test_clear_forgets_what_waits_to_be_written() -> None:

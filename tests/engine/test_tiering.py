@@ -65,6 +65,29 @@ def test_a_prefix_survives_on_the_disk() -> None:
     assert world.cached(world.run(FIRST, salt="another")) == 0
 
 
+def test_what_the_pool_serves_does_not_grow_old_on_the_disk() -> None:
+    disk = FakeDisk(capacity=6)
+    world = tiered(disk=disk, num_blocks=32)
+    for prompt in (FIRST, tuple(range(50, 62)), (*FIRST, 13), tuple(range(70, 82))):
+        world.run(prompt)
+        world.settle()
+    assert len(disk.records) == 6
+    restarted = tiered(disk=FakeDisk(records=disk.records), num_blocks=32)
+    again = restarted.run((*FIRST, 13))
+    assert below(restarted, again) == {"host": 0, "disk": 12}
+    assert restarted.cached(restarted.run(tuple(range(50, 62)))) == 0
+
+
+def test_a_chain_on_the_disk_loses_its_end_first() -> None:
+    disk = FakeDisk(capacity=6)
+    world = tiered(disk=disk, num_blocks=32)
+    for prompt in (FIRST, tuple(range(50, 62)), (*FIRST, 13), (*range(50, 62), 62), (80, 81, 82, 83)):
+        world.run(prompt)
+        world.settle()
+    restarted = tiered(disk=FakeDisk(records=disk.records), num_blocks=32)
+    assert below(restarted, restarted.run((*FIRST, 13))) == {"host": 0, "disk": 8}
+
+
 def test_others_run_while_a_load_waits_for_the_disk_and_twins_wait_for_it() -> None:
     disk = FakeDisk()
     before = tiered(disk=disk)

@@ -235,6 +235,8 @@ class KVCacheManager:
             sequence.copy_source = None
         elif sequence.indexing and num_computed > sequence.indexed * self.block_size:
             self._index_tail(sequence, tokens, num_computed)
+        if self.tiering is not None and sequence.tip is not None:
+            self.tiering.used(sequence.tip)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.table = ()

@@ -137,6 +137,21 @@ class Tiering:
         if wanted_by_disk:
             self._to_write.add(slot)
 
+    def used(self, tip: Node) -> None:
+        """A sequence that ends, or gives up its blocks, used the chain that ends in `tip`.
+
+        What the pool serves is never read from the disk, and would grow old there. The chain's beginning is worth
+        most: it is used last, so it leaves last.
+        """
+        if self.disk is None:
+            return
+        keys: list[BlockKey] = []
+        node: Node | None = tip
+        while node is not None:
+            keys.append(self._key(node))
+            node = node.parent
+        self.disk.touch(keys)
+
     def forgotten(self, blocks: Iterable[BlockId]) -> None:
         """Blocks left the index by a reset: their content is nobody's any more."""
         for block in blocks:

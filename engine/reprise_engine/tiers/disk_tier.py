@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,10 @@ class DiskTier(Protocol):
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether the block is likely to be there; a read has the last word."""
+        ...
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """These were used just now, wherever they were read from, the last key last; others are evicted before."""
         ...
 
     def read(self, slot: SlotId, block: TierBlock) -> None: ...

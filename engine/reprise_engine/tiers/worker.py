@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -47,6 +47,8 @@ class Store(Protocol):
     """What is needed of `DiskStore`; its methods may be called from any thread."""
 
     def __contains__(self, key: BlockKey) -> bool: ...
+
+    def touch(self, keys: Iterable[BlockKey]) -> None: ...
 
     def read(self, key: BlockKey, *, parent: BlockKey | None, tokens: bytes, into: memoryview) -> bool: ...
 
@@ -90,6 +92,9 @@ class DiskWorker:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._store
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._store.touch(keys)
 
     def read(self, slot: SlotId, block: TierBlock) -> None:
         self._reads.put(_Job(slot, block))
