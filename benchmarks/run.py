@@ -29,7 +29,6 @@ from benchmarks.record import Record, RecordError, load_record
 from benchmarks.report import render, table
 from benchmarks.rows import CORE_ROWS, FULL, PEERS, ROW_NAMES, ROWS, SMOKE, Flavour, Peer, RowName, Stage, Subject, plan
 from benchmarks.servers import Running, ServerError, free_port, launch, running
-from reprise_engine.entrypoints.arguments import build_api_server_parser
 
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parent / ".cache" / "bench"
@@ -96,10 +95,6 @@ class Runner:
                     )
 
     def _measure_restart(self, samples: int) -> None:
-        parser = build_api_server_parser()
-        if "--prefix-cache-dir" not in parser.format_help():
-            self._miss("reprise", "restart-ttft", "this version has no disk tier (--prefix-cache-dir)")
-            return
         WORK.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=WORK, prefix="tier-") as folder:
             with self._server("reprise", "disk", Path(folder)) as server:

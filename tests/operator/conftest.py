@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.operator.reconcile_bench import Bench, open_bench
 from tests.support.apiserver import ApiServer
 from tests.support.cluster import install_crd
 from tests.support.kubectl import Kubectl, eventually
@@ -31,3 +32,9 @@ def kubectl(crd_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
     yield kubectl
     kubectl("delete", "namespace", kubectl.namespace, "--wait=false")
+
+
+@pytest.fixture
+async def bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
+    async with open_bench(kubectl) as opened:
+        yield opened

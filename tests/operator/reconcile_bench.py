@@ -1,0 +1,184 @@
+"""A reconciler on an API server, called by the test, so each pass is counted; and hands for what it works on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from reprise_operator.api import Api, load_connection
+from reprise_operator.cluster import Cluster, Key
+from reprise_operator.events import Recorder
+from reprise_operator.kinds import ResourceType
+from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.observe import Scraper
+from reprise_operator.reconcile import Reconciler
+from reprise_operator.settings import Settings
+from reprise_operator.watch import WatchHealth
+from reprise_operator.workqueue import Retry
+from tests.support.kubectl import Kubectl, eventually
+
+WRITES = frozenset({"create", "patch", "delete", "update"})
+NAME = "qwen"
+
+
+class Clock:
+    """The operator's time, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now = 1_900_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Engine:
+    """What every engine pod answers on /metrics."""
+
+    queries: int = 0
+    hits: int = 0
+    port: int = 0
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        labels = 'enable_prefix_caching="True",gpu_memory_utilization="0.9",block_size="16",num_gpu_blocks="600"'
+        return web.Response(
+            text=f"vllm:prefix_cache_queries_total {self.queries}\n"
+            f"vllm:prefix_cache_hits_total {self.hits}\n"
+            f"vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{{{labels}}} 1\n"
+        )
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """A reconciler, and hands for what it works on."""
+
+    kubectl: Kubectl
+    reconciler: Reconciler
+    engine: Engine
+    clock: Clock
+    settings: Settings
+    requests: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.kubectl.namespace, NAME)
+
+    def apply(self, spec: dict[str, Any] | None = None) -> None:
+        self.kubectl.apply(
+            {
+                "apiVersion": "serving.reprise.io/v1alpha1",
+                "kind": "InferenceService",
+                "metadata": {"name": NAME},
+                "spec": {"model": {"uri": "hostpath:///m"}, "accelerator": {"profile": "cpu"}, **(spec or {})},
+            }
+        )
+
+    async def reconcile(self) -> float | None:
+        return await self.reconciler(self.key)
+
+    async def writes(self) -> list[tuple[str, str]]:
+        """What one pass writes, events included."""
+        self.requests.clear()
+        with contextlib.suppress(Retry):
+            await self.reconcile()
+        return [request for request in self.requests if request[0] in WRITES]
+
+    async def settle(self) -> None:
+        """Passes until one writes nothing."""
+        for _ in range(40):
+            if not await self.writes():
+                return
+            await asyncio.sleep(0.25)
+        raise AssertionError(f"still writing: {await self.writes()}")
+
+    async def settle_but_for_refusals(self) -> None:
+        """Passes until one writes nothing but the apply that the API server refuses."""
+        for _ in range(40):
+            if set(await self.writes()) == {("patch", "deployments")}:
+                return
+            await asyncio.sleep(0.25)
+        raise AssertionError(f"still writing: {await self.writes()}")
+
+    def status(self) -> dict[str, Any]:
+        body = self.kubectl.get("inferenceservice", NAME)
+        assert body is not None
+        return dict(body["status"])
+
+    def condition(self, kind: str) -> tuple[str, str, str]:
+        (found,) = [condition for condition in self.status()["conditions"] if condition["type"] == kind]
+        return found["status"], found["reason"], found["message"]
+
+    def child(self, kind: str) -> dict[str, Any]:
+        found = self.kubectl.get(kind, NAME)
+        assert found is not None
+        return dict(found)
+
+    def events(self) -> list[tuple[str, str]]:
+        listed = self.kubectl.list("events")
+        ours = [event for event in listed if event["involvedObject"]["kind"] == "InferenceService"]
+        ours.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
+        return [(event["type"], event["reason"]) for event in ours]
+
+    def pods(self) -> list[dict[str, Any]]:
+        return [dict(pod) for pod in self.kubectl.list("pods") if "deletionTimestamp" not in pod["metadata"]]
+
+    def kubelet_says(self, **status: Any) -> None:
+        """Writes the status of every pod."""
+        for pod in eventually(self.pods, "there are pods"):
+            self.kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
+
+    async def make_ready(self) -> None:
+        await self.settle()
+        self.kubelet_says(
+            phase="Running",
+            podIP="127.0.0.1",
+            podIPs=[{"ip": "127.0.0.1"}],
+            conditions=[
+                {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+                {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+            ],
+        )
+        eventually(lambda: self.child("deployment")["status"].get("availableReplicas"), "the Deployment is available")
+        await self.settle()
+        assert self.condition("Ready")[0] == "True"
+
+
+@asynccontextmanager
+async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
+    engine, clock, requests = Engine(), Clock(), list[tuple[str, str]]()
+    metrics = OperatorMetrics()
+
+    def on_request(verb: str, resource: ResourceType, outcome: str) -> None:
+        requests.append((verb, resource.plural))
+        metrics.on_request(verb, resource, outcome)
+
+    settings = Settings(namespace=kubectl.namespace)
+    app = web.Application()
+    app.router.add_get("/metrics", engine.metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.port = runner.addresses[0][1]
+    async with Api(await load_connection(), on_request=on_request) as api, aiohttp.ClientSession() as session:
+        scraper = Scraper(session, interval=30.0, concurrency=4, timeout=2.0, clock=clock, port=engine.port)
+        cluster = Cluster(api)
+        reconciler = Reconciler(
+            cluster=cluster,
+            scraper=scraper,
+            recorder=Recorder(cluster, instance="test", clock=clock),
+            settings=settings,
+            metrics=metrics,
+            health=WatchHealth(),
+            clock=clock,
+        )
+        yield Bench(
+            kubectl=kubectl, reconciler=reconciler, engine=engine, clock=clock, settings=settings, requests=requests
+        )
+    await runner.cleanup()
