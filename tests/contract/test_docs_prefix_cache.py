@@ -21,13 +21,14 @@ from reprise_engine.server.routes import admin, operations
 TEXT = (Path(__file__).parents[2] / "docs" / "prefix-cache.md").read_text(encoding="utf-8")
 
 
-def test_every_flag_is_one() -> None:
+def test_every_flag_is_one_and_none_of_the_cache_is_missing() -> None:
     parser = build_parser()
     serve = next(action for action in parser._actions if action.dest == "command").choices["serve"]  # type: ignore[index]
     flags = {flag for action in serve._actions for flag in action.option_strings}
     named = set(re.findall(r"--[a-z][a-z-]+", TEXT))
     assert len(named) > 6
     assert named <= flags
+    assert {flag for flag in flags if flag.startswith(("--prefix-cach", "--warmup-", "--kv-events"))} <= named
 
 
 def test_the_keys_of_kv_events_are_the_codes() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from reprise_engine.config import ModelConfig

@@ -10,7 +10,7 @@ import pytest
 
 from reprise_engine import LLM, SamplingParams
 from reprise_engine.cache_report import Tier
-from reprise_engine.entrypoints.llm import Prompt
+from reprise_engine.entrypoints.prompts import Prompt
 from reprise_engine.errors import ConfigError, InsufficientMemory
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model_path
 

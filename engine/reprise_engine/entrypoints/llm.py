@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -34,6 +34,7 @@ from reprise_engine.config import (
     SchedulerConfig,
 )
 from reprise_engine.core import build_core
+from reprise_engine.entrypoints.prompts import ChatMessage, Prompt, as_conversations, as_params, as_prompts
 from reprise_engine.errors import ContextLengthExceeded, RequestError
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.loop import EngineCore
@@ -43,23 +44,6 @@ from reprise_engine.text import OutputText, Tokenizer, load_tokenizer
 
 # OpenAI's and vLLM's length of a completion that names none. A chat goes on to the end of its turn.
 DEFAULT_COMPLETION_TOKENS = 16
-
-ChatMessage = Mapping[str, Any]
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already."""
-
-    prompt_token_ids: Sequence[TokenId]
-
-
-Prompt = str | Sequence[TokenId] | TextPrompt | TokensPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +204,8 @@ class LLM:
         in any case generation ends at max_model_len. Raises RequestError, before anything runs, for a prompt that
         cannot be served. `use_tqdm` shows progress on a terminal when there are several prompts.
         """
-        prompt_list = _as_prompts(prompts)
-        params_list = _as_params(sampling_params, len(prompt_list))
+        prompt_list = as_prompts(prompts)
+        params_list = as_params(sampling_params, len(prompt_list))
         encoded = [self._encode(prompt) for prompt in prompt_list]
         return self._run(encoded, params_list, default_tokens=DEFAULT_COMPLETION_TOKENS, show_progress=use_tqdm)
 
@@ -236,8 +220,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[GenerationOutput]:
         """Answers one conversation, or each of several. `max_tokens` None goes on to the end of the turn."""
-        conversations = _as_conversations(messages)
-        params_list = _as_params(sampling_params, len(conversations))
+        conversations = as_conversations(messages)
+        params_list = as_params(sampling_params, len(conversations))
         tokenizer = self.get_tokenizer()
         encoded: list[tuple[str | None, tuple[TokenId, ...]]] = []
         for conversation in conversations:
@@ -399,36 +383,6 @@ def _output_of(generation: _Generation) -> GenerationOutput:
         num_cached_tokens=generation.cached_tokens,
         cache_explanation=generation.cache_explanation,
     )
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several; a list of integers is one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]  # type: ignore[list-item]  # a mapping's keys are checked when it is encoded
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    return items
-
-
-def _as_conversations(messages: Any) -> list[Sequence[ChatMessage]]:
-    items = list(messages)
-    if items and isinstance(items[0], Mapping):
-        return [items]
-    return items
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(
-            f"There are {len(params)} sampling_params for {count} prompts; give one for all, or one each.",
-            param="sampling_params",
-        )
-    return list(params)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -21,14 +21,15 @@ _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went away; nobody reads it but the access log."""
 
 
-async def respond(
-    request: Request,
-    body: GenerationBody,
-    generations: Generations,
-    *,
-    stream: Callable[[Deltas], AsyncGenerator[bytes, None]],
-    whole: Callable[[Deltas], Awaitable[Response]],
-) -> Response:
+class Answer(Protocol):
+    """An answer in its two shapes."""
+
+    async def whole(self, deltas: Deltas) -> Response: ...
+
+    def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]: ...
+
+
+async def respond(request: Request, body: GenerationBody, generations: Generations, answer: Answer) -> Response:
     """The answer in the shape the body asks for. A client that goes away aborts its sequences, in both shapes.
 
     A stream begins when the engine has sent something, so what it refuses is still an HTTP error.
@@ -37,7 +38,7 @@ async def respond(
     try:
         if not body.stream:
             async with aclosing(deltas):
-                return await unless_disconnected(request, _collect(whole, deltas))
+                return await unless_disconnected(request, answer.whole(deltas))
         try:
             first = await unless_disconnected(request, _first(deltas))
         except BaseException:
@@ -45,11 +46,7 @@ async def respond(
             raise
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return EventStream(stream(_chain(first, deltas)), source=deltas)
-
-
-async def _collect(whole: Callable[[Deltas], Awaitable[Response]], deltas: Deltas) -> Response:
-    return await whole(deltas)
+    return EventStream(answer.stream(_chain(first, deltas)), source=deltas)
 
 
 async def _first(deltas: Deltas) -> tuple[Generation, TextDelta]:

@@ -47,7 +47,7 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
         generations=generations,
         include_usage=wants_usage(body, force=state.force_include_usage),
     )
-    return await respond(request, body, generations, stream=answer.stream, whole=answer.whole)
+    return await respond(request, body, generations, answer)
 
 
 @dataclass(slots=True)

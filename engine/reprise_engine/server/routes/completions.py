@@ -55,7 +55,7 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
         generations=generations,
         include_usage=wants_usage(body, force=state.force_include_usage),
     )
-    return await respond(request, body, generations, stream=answer.stream, whole=answer.whole)
+    return await respond(request, body, generations, answer)
 
 
 class _CompletionAnswer:
