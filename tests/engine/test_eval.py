@@ -130,6 +130,14 @@ def test_what_cannot_be_evaluated_is_one_clear_line(
 # --- the parts
 
 
+def test_a_json_that_cannot_be_written_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = build_parser().parse_args(["eval", "equality", MODEL, "--json", str(tmp_path)])
+    assert evaluate.exit_code(parsed, lambda _: (True, {})) == 2
+    assert capsys.readouterr().err == (
+        f"reprise eval: error: --json is {tmp_path}, which cannot be written: Is a directory.\n"
+    )
+
+
 def test_prompts_from_files(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(MODEL)
     lines, objects = tmp_path / "a.txt", tmp_path / "a.jsonl"

@@ -37,7 +37,12 @@ def open_session(given: Path) -> tuple[Session, list[tuple[float, RecordName, in
         except OSError:
             writer.close()
             raise
-        return Session(folder, writer, journal), scan_records(folder)
+        session = Session(folder, writer, journal)
+        try:
+            return session, scan_records(folder)
+        except OSError:
+            session.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"--prefix-cache-dir is {given}, which cannot be used: {error.strerror}. Give a folder on a file system "
