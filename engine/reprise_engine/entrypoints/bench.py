@@ -26,11 +26,6 @@ _URL_KEYS = ("OPENAI_API_KEY", "REPRISE_API_KEY")
 _OWN_KEYS = ("REPRISE_API_KEY", "VLLM_API_KEY")
 _CACHE_FLAGS = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
 _ADDRESS_FLAGS = {"--host", "--port"}
-_SECRET_FLAGS = {
-    "--api-key": _OWN_KEYS[0],
-    "--prefix-cache-isolation-secret": "REPRISE_PREFIX_CACHE_ISOLATION_SECRET",
-}
-"""Flags are shown and written into the JSON; each with the variable to use instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +179,6 @@ def _check_server(parsed: argparse.Namespace) -> None:
             raise ConfigError("--compare off sets the cache itself; leave --[no-]enable-prefix-caching out.")
         if _ADDRESS_FLAGS & set(flags):
             raise ConfigError("--host and --port are chosen by the measurement; leave them out.")
-        for flag in flags:
-            if flag in _SECRET_FLAGS:
-                raise ConfigError(f"{flag} would be shown and recorded; set {_SECRET_FLAGS[flag]} in the environment.")
         _check_engine_flags(parsed.model, parsed.engine_flags)
         return
     if parsed.engine_flags:
@@ -199,9 +191,16 @@ def _check_server(parsed: argparse.Namespace) -> None:
 
 def _check_engine_flags(model: str, flags: Sequence[str]) -> None:
     """With the parser of `reprise serve`: a wrong one exits with 2 here, not in a child's log."""
-    from reprise_engine.entrypoints.arguments import build_parser, server_options
+    from reprise_engine.entrypoints.arguments import ISOLATION_VARIABLE, build_parser, server_options
 
-    server_options(build_parser().parse_args(["serve", model, *flags]))
+    parsed = build_parser().parse_args(["serve", model, *flags])
+    for flag, value, variable in (
+        ("--api-key", parsed.api_key, _OWN_KEYS[0]),
+        ("--prefix-cache-isolation-secret", parsed.prefix_cache_isolation_secret, ISOLATION_VARIABLE),
+    ):
+        if value is not None:
+            raise ConfigError(f"{flag} would be shown and recorded; set {variable} in the environment.")
+    server_options(parsed)
 
 
 async def measure(plan: Plan) -> list[tuple[Result, Summary]]:
