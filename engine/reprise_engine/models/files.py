@@ -21,6 +21,13 @@ class ModelFiles:
     weights: WeightFormat
     gguf_file: str | None = None
 
+    def weight_paths(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+        if self.gguf_file is not None:
+            return (self.folder / self.gguf_file,)
+        pattern = "*.safetensors" if self.weights == "safetensors" else "pytorch_model*.bin"
+        return tuple(sorted(self.folder.glob(pattern)))
+
     def read_json(self, file_name: str) -> dict[str, Any] | None:
         """The JSON object in `file_name`, or None where the folder has no such file. Raises UnsupportedModel."""
         try:

@@ -20,6 +20,7 @@ from reprise_engine.errors import ConfigError, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.fused import fuse_layers
+from reprise_engine.models.placement import place_weights
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
 from reprise_engine.native import Kernels
@@ -55,11 +56,7 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters, shared ones once."""
-        storages = {
-            parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-            for parameter in self.module.parameters()
-        }
-        return sum(storages.values())
+        return sum({parameter.data_ptr(): parameter.nbytes for parameter in self.module.parameters()}.values())
 
 
 def choose_dtype(requested: DType, spec: ModelSpec, files: ModelFiles, *, device: Literal["cpu", "npu"]) -> str:
@@ -99,15 +96,18 @@ def load_model(
     spec.choose_max_model_len(config.max_model_len)
     dtype = choose_dtype(config.dtype, spec, files, device="npu" if device.type == "npu" else "cpu")
 
-    progress(LoadProgress(f"Loading weights ({files.weights}, {dtype})"))
+    stage = f"Loading weights ({files.weights}, {dtype})"
+    progress(LoadProgress(stage))
     module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
     if device.type == "cpu" and dtype == "bfloat16":
         upcast_activations(module)
     module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
     module.eval()
     module.requires_grad_(False)
-    if device.type == "cpu" and kernels is not None:
-        fuse_layers(module, kernels)
+    if device.type == "cpu":
+        place_weights(module, progress=lambda fraction: progress(LoadProgress(stage, fraction)))
+        if kernels is not None:
+            fuse_layers(module, kernels)
     return LoadedModel(
         module=module,
         spec=spec,
