@@ -206,10 +206,10 @@ static void scores_few(const Task& t, const Scratch& s, const W* const* key, lon
         const W* block[BLOCK];
         const long keys = least(BLOCK, count - k);
         for (int b = 0; b < BLOCK; b++) block[b] = key[k + (b < keys ? b : 0)];
-        float sums[TILE][BLOCK];
-        dots_of<W, BLOCK>((int)rows, block, s.query, s.stride, t.head_size, sums);
+        float sums[TILE * BLOCK];
+        dots_of<W, BLOCK>((int)rows, block, s.query, s.stride, t.head_size, 0, sums);
         for (long r = 0; r < rows; r++)
-            for (long b = 0; b < keys; b++) s.scores[r * KEYS + k + b] = sums[r][b];
+            for (long b = 0; b < keys; b++) s.scores[r * KEYS + k + b] = sums[r * BLOCK + b];
     }
 }
 
@@ -240,15 +240,18 @@ static void attend(const Task& t, const Piece& piece) {
     const Scratch s = scratch_of(t.head_size);
     const int* table = t.table + piece.request * t.table_stride;
     const long rows = piece.tokens * t.group;
+    const bool few = rows <= TILE;
     for (long r = 0; r < rows; r++) {
         const float* q = t.q + (piece.first_token + r / t.group) * t.q_token +
                          (piece.kv_head * t.group + r % t.group) * t.q_head;
-        for (long h = 0; h < t.head_size; h++) s.query[r * s.stride + h] = q[h] * t.scale;
+        if (few)
+            ordered<W>(q, t.head_size, t.scale, s.query + r * s.stride);
+        else
+            for (long h = 0; h < t.head_size; h++) s.query[r * s.stride + h] = q[h] * t.scale;
         for (long h = 0; h < s.stride; h++) s.sums[r * s.stride + h] = 0.0f;
         s.most[r] = NONE;
         s.total[r] = 0.0f;
     }
-    const bool few = rows <= TILE;
     const long last = piece.first_position + piece.tokens - 1;
     for (long start = first_visible(t, piece.first_position); start <= last;) {
         const long count = least(KEYS, last + 1 - start);
