@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from reprise_engine.errors import ConfigError
 
@@ -31,6 +31,9 @@ class ModelConfig:
     trust_remote_code: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_choice("--dtype", self.dtype, get_args(DType))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -50,6 +53,7 @@ class CacheConfig:
     """How much of the pool may be pinned: a share from 0.0 to 1.0 (float), or a number of blocks (int)."""
 
     def __post_init__(self) -> None:
+        _check_choice("--prefix-caching-hash-algo", self.prefix_caching_hash_algo, get_args(HashAlgorithm))
         budget = self.prefix_cache_pin_budget
         if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
             raise ConfigError(
@@ -99,6 +103,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: Device = "auto"
 
+    def __post_init__(self) -> None:
+        _check_choice("--device", self.device, get_args(Device))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
@@ -122,3 +129,8 @@ class ResolvedConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     version: str
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}.")

@@ -6,6 +6,8 @@ Used by the engine process and by `LLM` alike.
 from __future__ import annotations
 
 import logging
+import weakref
+from contextlib import nullcontext
 from typing import Literal
 
 import psutil
@@ -24,9 +26,11 @@ from reprise_engine.errors import ConfigError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.loop import EngineCore
-from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
+from reprise_engine.memory import BlockShape, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
+from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
+from reprise_engine.models.files import weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
 from reprise_engine.native import load_kernels
 from reprise_engine.runner.kv_cache import allocate_kv_cache
@@ -48,13 +52,31 @@ def build_core(
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
 
+    # Only a machine's memory is shared out among engines; a cgroup's limit, or an NPU, is this engine's own.
+    promises = MemoryPromises() if device_type == "cpu" and cgroup_memory_limit() is None else None
+    if promises is not None:
+        with promises.sharing_out():
+            promises.promise(weight_file_bytes(config.model.model, revision=config.model.revision))
     kernels = load_kernels() if device_type == "cpu" else None
     model = load_model(config.model, device=device, kernels=kernels, progress=progress)
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
 
     progress(LoadProgress("Sizing the KV cache"))
-    facts = _gather_facts(model, config, npu_memory, block_size=block_size, max_model_len=max_model_len)
-    plan = _plan(model, config, facts, block_size=block_size, max_model_len=max_model_len)
+    shape = _block_shape(model, block_size)
+    with nullcontext(0) if promises is None else promises.sharing_out() as promised:
+        facts = _gather_facts(
+            model, config, npu_memory, promised=promised, block_size=block_size, max_model_len=max_model_len
+        )
+        plan = plan_kv_blocks(
+            facts,
+            shape,
+            config.cache,
+            max_model_len=max_model_len,
+            max_model_len_is_explicit=config.model.max_model_len is not None,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        if promises is not None:
+            promises.promise(facts.activations + plan.num_blocks * shape.bytes_per_block)
     logger.info("%s", plan.explanation)
 
     progress(LoadProgress("Allocating the KV cache"))
@@ -99,7 +121,10 @@ def build_core(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    return EngineCore(scheduler, runner), resolved
+    core = EngineCore(scheduler, runner)
+    if promises is not None:
+        weakref.finalize(core, promises.close)
+    return core, resolved
 
 
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
@@ -114,7 +139,13 @@ def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int
 
 
 def _gather_facts(
-    model: LoadedModel, config: EngineConfig, npu_memory: NPUMemory | None, *, block_size: int, max_model_len: int
+    model: LoadedModel,
+    config: EngineConfig,
+    npu_memory: NPUMemory | None,
+    *,
+    promised: int,
+    block_size: int,
+    max_model_len: int,
 ) -> MemoryFacts:
     weights = model.weight_bytes
     if npu_memory is not None:
@@ -137,22 +168,14 @@ def _gather_facts(
         weights=weights,
         process=engine_process_bytes(weights=weights),
         activations=estimate_cpu_activations(model.spec, config.scheduler, max_model_len=max_model_len),
+        promised=promised,
     )
 
 
-def _plan(
-    model: LoadedModel, config: EngineConfig, facts: MemoryFacts, *, block_size: int, max_model_len: int
-) -> KVPlan:
+def _block_shape(model: LoadedModel, block_size: int) -> BlockShape:
     spec = model.spec
-    return plan_kv_blocks(
-        facts,
-        BlockShape(
-            block_size=block_size,
-            bytes_per_block=block_size * spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize),
-            tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
-        ),
-        config.cache,
-        max_model_len=max_model_len,
-        max_model_len_is_explicit=config.model.max_model_len is not None,
-        max_num_seqs=config.scheduler.max_num_seqs,
+    return BlockShape(
+        block_size=block_size,
+        bytes_per_block=block_size * spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize),
+        tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
     )

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_attention
 from reprise_engine.config import DType, ModelConfig
-from reprise_engine.errors import ConfigError, UnsupportedModel
+from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.fused import fuse_layers
@@ -85,7 +85,7 @@ def load_model(
 ) -> LoadedModel:
     """Finds, checks and loads the model; on a CPU it runs on `kernels` where they are given, else on plain torch.
 
-    Raises ModelNotFound, UnsupportedModel or ConfigError.
+    Raises ModelNotFound, DamagedModel, UnsupportedModel or ConfigError.
     """
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
@@ -145,7 +145,7 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
         except _UNREADABLE_WEIGHTS as error:
             # Only the first line: torch adds advice on loading files that run code.
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UnsupportedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
+            raise DamagedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
     module, loading = loaded
     assert isinstance(module, PreTrainedModel)
     if type(module).__name__ != spec.architecture:
@@ -160,7 +160,7 @@ def _check_complete(files: ModelFiles, loading: Mapping[str, Any]) -> None:
     """transformers fills what a checkpoint lacks with random numbers, and only warns."""
     missing = sorted(str(key) for key in loading.get("missing_keys") or ())
     if missing:
-        raise UnsupportedModel(
+        raise DamagedModel(
             f"The weights in {files.folder} lack {len(missing)} tensors that config.json asks for, among them "
             f"{', '.join(missing[:3])}. The checkpoint is incomplete or config.json is another model's."
         )
