@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Literal
 
 import psutil
+import torch
 
 from reprise_engine import __version__
 from reprise_engine.attention import create_attention_backend
@@ -21,13 +22,14 @@ from reprise_engine.config import (
     EngineConfig,
     ResolvedConfig,
 )
+from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.loop import EngineCore
 from reprise_engine.memory import BlockShape, MemoryFacts, plan_kv_blocks
-from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
+from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
 from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import weight_file_bytes
@@ -65,7 +67,7 @@ def build_core(
     shape = _block_shape(model, block_size)
     with nullcontext(0) if promises is None else promises.sharing_out() as promised:
         facts = _gather_facts(
-            model, config, npu_memory, promised=promised, block_size=block_size, max_model_len=max_model_len
+            model, config, npu_memory, native=kernels is not None, promised=promised, block_size=block_size, max_model_len=max_model_len
         )
         plan = plan_kv_blocks(
             facts,
@@ -143,6 +145,7 @@ def _gather_facts(
     config: EngineConfig,
     npu_memory: NPUMemory | None,
     *,
+    native: bool,
     promised: int,
     block_size: int,
     max_model_len: int,
@@ -167,7 +170,13 @@ def _gather_facts(
         free=machine.available,
         weights=weights,
         process=engine_process_bytes(weights=weights),
-        activations=estimate_cpu_activations(model.spec, config.scheduler, max_model_len=max_model_len),
+        activations=estimate_cpu_activations(
+            model.spec,
+            LargestStep.of(config.scheduler, max_model_len=max_model_len),
+            native=native,
+            kv_element_bytes=model.kv_dtype.itemsize,
+            threads=torch.get_num_threads(),
+        ),
         promised=promised,
     )
 

@@ -183,6 +183,8 @@ def _advice(
         total = facts.total if facts.limit is None else facts.limit
         wanted = cache.gpu_memory_utilization + (needed - kv_bytes) / total
         raise_it = f"give the engine {_size(needed - kv_bytes)} more memory"
+        if facts.promised:
+            raise_it += f", or let other engines here be promised less than {_size(facts.promised)}"
         wanted = math.ceil(wanted * 100 - 1e-6) / 100
         if wanted <= 1.0 and (facts.limit is not None or facts.device == "npu"):
             raise_it = f"raise --gpu-memory-utilization to {wanted:.2f}, or {raise_it}"
