@@ -67,7 +67,13 @@ def build_core(
     shape = _block_shape(model, block_size)
     with nullcontext(0) if promises is None else promises.sharing_out() as promised:
         facts = _gather_facts(
-            model, config, npu_memory, native=kernels is not None, promised=promised, block_size=block_size, max_model_len=max_model_len
+            model,
+            config,
+            npu_memory,
+            native=kernels is not None,
+            promised=promised,
+            block_size=block_size,
+            max_model_len=max_model_len,
         )
         plan = plan_kv_blocks(
             facts,

@@ -115,9 +115,7 @@ def plan_kv_blocks(
     return KVPlan(num_blocks=num_blocks, max_model_len=max_model_len, explanation=explanation)
 
 
-def _available(
-    facts: MemoryFacts, shape: BlockShape, utilization: float, max_model_len: int, lines: list[str]
-) -> int:
+def _available(facts: MemoryFacts, shape: BlockShape, utilization: float, max_model_len: int, lines: list[str]) -> int:
     if facts.limit is not None:
         total, name = facts.limit, "memory limit of the cgroup"
     else:
@@ -191,13 +189,16 @@ def _advice(
     lower_it = ""
     if tokens > 0:
         lower_it = f"lower --max-model-len to {tokens} (at most), or "
-    elif cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
+    elif (
+        cache.num_gpu_blocks_override is None
+        and cache.kv_cache_memory_bytes is None
+        and facts.activations > shape.bytes_per_block - kv_bytes
+    ):
         # Nothing is left for KV at all: what can shrink is the step.
-        if facts.activations > shape.bytes_per_block - kv_bytes:
-            lower_it = (
-                f"lower --max-num-batched-tokens and --max-num-seqs (peak activations take "
-                f"{_size(facts.activations)}) and --max-model-len, or "
-            )
+        lower_it = (
+            f"lower --max-num-batched-tokens and --max-num-seqs (peak activations take {_size(facts.activations)}) "
+            f"and --max-model-len, or "
+        )
     return (
         f"Not one sequence of max_model_len {max_model_len} fits the KV cache: it needs {_size(needed)}, and there "
         f"is room for {tokens} tokens. Do one of these: {lower_it}{raise_it}.\n{explanation}"

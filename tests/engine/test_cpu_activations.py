@@ -1,7 +1,7 @@
-"""The computed peak of a step's memory against the measured one: the process's high-water mark, in a process of its own.
+"""The computed peak of a step's memory against the measured one: the high-water mark of a process of its own.
 
-Tolerance: the estimate is not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB. (Memory comes
-in pages, and the allocator keeps some of what is given back.)
+Tolerance: the estimate is not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB. (Memory
+comes in pages, and the allocator keeps some of what is given back.)
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ for tokens, seqs, length in cases:
     with open("/proc/self/status") as file:
         [peak] = [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")]
     estimate = estimate_cpu_activations(
-        model.spec, LargestStep.of(SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), max_model_len=length),
+        model.spec,
+        LargestStep.of(SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), max_model_len=length),
         native=native, kv_element_bytes=model.kv_dtype.itemsize, threads=torch.get_num_threads(),
     )
     results.append((peak - resting, estimate))
@@ -87,7 +88,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         vocab_size=20_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=8192,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(request.param)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
+    model = Qwen3ForCausalLM(config).to(request.param)
     model.save_pretrained(folder)
     return folder
 
@@ -95,7 +96,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="the kernels are not built")),
+        pytest.param(
+            "native", marks=pytest.mark.skipif(not library_path().exists(), reason="the kernels are not built")
+        ),
         "plain",
     ],
 )

@@ -1,4 +1,4 @@
-"""Engines of one machine do not count on the same free memory: real processes, started at once, killed, started again."""
+"""Engines of one machine do not count on the same free memory: real processes, started at once and killed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.memory_probes import cgroup_memory_limit
+from reprise_engine.memory_promises import MemoryPromises
 from tests.support.tiny_models import tiny_model_path
 
 MIB = 1024**2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,11 @@ from reprise_engine.models.readahead import read_ahead
 from tests.support.tiny_models import tiny_model_path
 
 
-def _tied() -> nn.Module:
+def _tied() -> nn.ModuleList:
     embedding = nn.Embedding(5, 3, dtype=torch.bfloat16)
     head = nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
     head.weight = embedding.weight
-    model = nn.ModuleList([embedding, nn.Linear(3, 7), head])
-    return model.requires_grad_(False)
+    return nn.ModuleList([embedding, nn.Linear(3, 7), head]).requires_grad_(False)
 
 
 def test_weights_keep_their_values_and_ties_and_begin_on_cache_lines() -> None:
@@ -32,9 +32,11 @@ def test_weights_keep_their_values_and_ties_and_begin_on_cache_lines() -> None:
     for name, parameter in after.items():
         assert torch.equal(parameter, before[name])
         assert parameter.data_ptr() % 64 == 0
-    assert model[2].weight.data_ptr() == model[0].weight.data_ptr()
+    weights = [module.weight for module in model]
+    assert isinstance(weights[0], nn.Parameter)
+    assert weights[2] is weights[0]
     places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in after.values())
-    assert all(end <= begin for (_, end), (begin, _) in zip(places, places[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
 
 
 def test_parameters_that_only_share_memory_stay_together() -> None:

@@ -123,7 +123,7 @@ class Group:
 CASES = {
     "eight decoding": ((Group(17, ((1, 3),) * 8),), (4, 2)),
     "groups of different lengths": ((Group(3, ((1, 0), (1, 9))), Group(30, ((1, 5), (1, 0), (1, 61)))), (4, 2)),
-    "with prompts and with one alone": ((Group(0, ((40, 0),)), Group(9, ((1, 4), (2, 7))), Group(0, ((1, 33),))), (4, 2)),
+    "with a prompt and one alone": ((Group(0, ((40, 0),)), Group(9, ((1, 4), (2, 7))), Group(0, ((1, 33),))), (4, 2)),
     "more rows than a piece of work": ((Group(5, ((8, 1),) * 20),), (8, 1)),
     "one key head a query head": ((Group(12, ((1, 1), (3, 8), (1, 20))),), (3, 3)),
 }  # fmt: skip
@@ -145,7 +145,11 @@ def make_step(
     generator = torch.Generator().manual_seed(3)
     pool = torch.randn(2, 500, BLOCK_SIZE, heads[1], head_dim, generator=generator).to(dtype)
     order = iter(torch.randperm(500, generator=generator).tolist())
-    tables, query_lens, kv_lens, shared, slots = [], [], [], [], []
+    tables: list[list[int]] = []
+    query_lens: list[int] = []
+    kv_lens: list[int] = []
+    slots: list[int] = []
+    shared: list[SharedPrefix] = []
     for group in groups:
         prefix = [next(order) for _ in range(group.shared)]
         first = len(tables)
@@ -170,8 +174,8 @@ def make_step(
         shared_prefixes=tuple(shared),
     )
     tokens = sum(query_lens)
-    new = tuple(torch.randn(tokens, n, head_dim, generator=generator) for n in (heads[0], heads[1], heads[1]))
-    return new, LayerKV(pool[0], pool[1]), metadata
+    qkv = tuple(torch.randn(tokens, n, head_dim, generator=generator) for n in (heads[0], heads[1], heads[1]))
+    return qkv, LayerKV(pool[0], pool[1]), metadata
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -78,8 +78,14 @@ class FusedDecoderLayer(_Native):
 
     def __init__(self, layer: nn.Module, kernels: Kernels) -> None:
         super().__init__(kernels)
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        attention, mlp = layer.self_attn, layer.mlp
+        input_norm, post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
+        assert isinstance(attention, nn.Module)
+        assert isinstance(mlp, nn.Module)
+        assert isinstance(input_norm, NativeRMSNorm)
+        assert isinstance(post_attention_norm, NativeRMSNorm)
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
         self.layer_idx = int(_number(self.self_attn, "layer_idx"))
 
     def forward(
@@ -107,7 +113,7 @@ class FusedDecoderLayer(_Native):
     def _weights(self) -> LayerWeights:
         attention, mlp = self.self_attn, self.mlp
         gated = _is_gated_mlp(mlp)
-        norms = [self.input_layernorm, self.post_attention_layernorm]
+        norms: list[nn.Module] = [self.input_layernorm, self.post_attention_layernorm]
         norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
         eps = {float(_number(norm, "variance_epsilon")) for norm in norms}
         assert len(eps) == 1, f"a layer's norms have different epsilons: {eps}"

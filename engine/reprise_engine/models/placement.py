@@ -1,7 +1,7 @@
 """Weights of a CPU model in memory made for reading them: one region, huge pages, each tensor on its own cache lines.
 
 A mapped safetensors file starts its tensors at any byte and has pages of 4 KiB; a decoded token reads all of it, and
-reads it faster from here (`docs/cpu-performance.md`). The file's pages stay the page cache's, which gives them up first.
+reads it faster from here (`docs/cpu-performance.md`). The file's pages stay in the page cache, which goes first.
 """
 
 from __future__ import annotations

@@ -234,7 +234,9 @@ class Kernels:
         """Writes the layer's KV and adds its attention, and its MLP where it has a gated one, to `residual_TD`, dense
         float32, in place."""
         if residual_TD.shape != (step.tokens, layer.hidden) or not residual_TD.is_contiguous():
-            raise ValueError(f"the residual is {tuple(residual_TD.shape)}; dense ({step.tokens}, {layer.hidden}) needed")
+            raise ValueError(
+                f"the residual is {tuple(residual_TD.shape)}; dense ({step.tokens}, {layer.hidden}) needed"
+            )
         if residual_TD.dtype != torch.float32 or step.scratch.numel() < step.tokens * layer.scratch:
             raise ValueError(f"the residual is {residual_TD.dtype}, and there are {step.scratch.numel()} of scratch")
         if key_BSKH.shape[2] != layer.num_kv_heads:
