@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise_engine import LLM
 from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, LayerKV, SharedPrefix
 from reprise_engine.attention.cpu import CPUAttention
 from reprise_engine.attention.native import NativeAttention
@@ -21,6 +22,7 @@ from reprise_engine.native.library import available_levels
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.batch import build_batch
 from reprise_engine.step import BlockId, ScheduledRequest, Step
+from tests.support.tiny_models import tiny_model_path
 
 LEVELS = available_levels() if library_path().exists() else ()
 
@@ -201,3 +203,39 @@ def test_the_shared_keys_are_read_from_the_first_request_only() -> None:
     expected = backend.forward(q, k, v, kv, metadata, scale=0.3, sliding_window=None)
     metadata.block_table_RM[1, :4] = 499
     assert torch.equal(backend.forward(q, k, v, kv, metadata, scale=0.3, sliding_window=None), expected)
+
+
+# --- the engine
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-sliding"])
+def test_tokens_are_those_of_a_run_that_shares_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that leave a cached prompt at different places, decoding together; on the kernels where they are."""
+    grouped: list[int] = []
+
+    def find(candidates: list[Candidate], *, block_size: int) -> tuple[SharedPrefix, ...]:
+        found = find_shared_prefixes(candidates, block_size=block_size)
+        grouped.append(len(found))
+        return found
+
+    monkeypatch.setattr("reprise_engine.runner.batch.find_shared_prefixes", find)
+    generator = torch.Generator().manual_seed(11)
+    tokens = torch.randint(3, 400, (600,), generator=generator).tolist()
+    prompts: list[list[int]] = [
+        tokens[:shared] + tokens[500 + own :] for own, shared in enumerate((500, 500, 470, 300))
+    ]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for caching in (True, False):
+        llm = LLM(
+            str(tiny_model_path(family)),
+            device="cpu",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=caching,
+            num_gpu_blocks_override=300,
+        )
+        llm.generate([prompts[0]], greedy, use_tqdm=False)
+        grouped.clear()
+        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)])
+        assert any(grouped) == caching
+    assert answers[0] == answers[1]
