@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv_events.config import KVEventsConfig
@@ -33,6 +33,9 @@ class ModelConfig:
     """Tokens of prompt plus output; None takes the model's own limit."""
     trust_remote_code: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_choice("--dtype", self.dtype, get_args(DType))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         self._check_tiers()
+        _check_choice("--prefix-caching-hash-algo", self.prefix_caching_hash_algo, get_args(HashAlgorithm))
         budget = self.prefix_cache_pin_budget
         if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
             raise ConfigError(
@@ -142,6 +146,7 @@ class EngineConfig:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
+        _check_choice("--device", self.device, get_args(Device))
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 
@@ -168,3 +173,8 @@ class ResolvedConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     version: str
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}.")
