@@ -35,8 +35,7 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(DType):
-            raise ConfigError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(get_args(DType))}.")
+        _check_choice("--dtype", self.dtype, get_args(DType))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +68,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         self._check_tiers()
-        if self.prefix_caching_hash_algo not in get_args(HashAlgorithm):
-            raise ConfigError(
-                f"--prefix-caching-hash-algo is {self.prefix_caching_hash_algo!r}; it must be one of "
-                f"{', '.join(get_args(HashAlgorithm))}."
-            )
+        _check_choice("--prefix-caching-hash-algo", self.prefix_caching_hash_algo, get_args(HashAlgorithm))
         budget = self.prefix_cache_pin_budget
         if budget < 0 or (isinstance(budget, float) and not budget <= 1.0):
             raise ConfigError(
@@ -151,8 +146,7 @@ class EngineConfig:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
-        if self.device not in get_args(Device):
-            raise ConfigError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}.")
+        _check_choice("--device", self.device, get_args(Device))
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 
@@ -179,3 +173,8 @@ class ResolvedConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     version: str
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}.")

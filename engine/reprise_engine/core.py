@@ -6,10 +6,13 @@ Used by the engine process and by `LLM` alike.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal
 
 import psutil
+import torch
 
 from reprise_engine import __version__
 from reprise_engine.attention import create_attention_backend
@@ -20,15 +23,18 @@ from reprise_engine.config import (
     EngineConfig,
     ResolvedConfig,
 )
+from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.loop import EngineCore, KVEventSink, Runner
-from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
-from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes, estimate_cpu_activations
+from reprise_engine.memory import BlockShape, MemoryFacts, plan_kv_blocks
+from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
+from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
+from reprise_engine.models.files import weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
 from reprise_engine.native import load_kernels
 from reprise_engine.runner.kv_cache import allocate_kv_cache
@@ -90,14 +96,37 @@ def _build(
         logger.info("%d threads", limit_cpu_threads())
 
     check_folder(config.cache)
+    # Only a machine's memory is shared out among engines; a cgroup's limit, or an NPU, is this engine's own.
+    promises = MemoryPromises() if device_type == "cpu" and cgroup_memory_limit() is None else None
+    if promises is not None:
+        with promises.sharing_out():
+            promises.promise(weight_file_bytes(config.model.model, revision=config.model.revision))
     kernels = load_kernels() if device_type == "cpu" else None
     model = load_model(config.model, device=device, kernels=kernels, progress=progress)
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
 
     progress(LoadProgress("Sizing the KV cache"))
-    facts = _gather_facts(model, config, npu_memory, block_size=block_size, max_model_len=max_model_len)
-    bytes_per_block = _bytes_per_block(model, block_size)
-    plan = _plan(model, config, facts, block_size=block_size, max_model_len=max_model_len)
+    shape = _block_shape(model, block_size)
+    with nullcontext(0) if promises is None else promises.sharing_out() as promised:
+        facts = _gather_facts(
+            model,
+            config,
+            npu_memory,
+            native=kernels is not None,
+            promised=promised,
+            shape=shape,
+            max_model_len=max_model_len,
+        )
+        plan = plan_kv_blocks(
+            facts,
+            shape,
+            config.cache,
+            max_model_len=max_model_len,
+            max_model_len_is_explicit=config.model.max_model_len is not None,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        if promises is not None:
+            promises.promise(facts.activations + facts.host_tier + plan.num_blocks * shape.bytes_per_block)
     logger.info("%s", plan.explanation)
 
     progress(LoadProgress("Allocating the KV cache"))
@@ -113,7 +142,7 @@ def _build(
     if config.cache.prefix_cache_dir is not None:
         progress(LoadProgress("Opening the prefix cache's folder"))
     tiers = build_tiers(
-        config.cache, model, kv, block_size=block_size, bytes_per_block=bytes_per_block, kernels=kernels
+        config.cache, model, kv, block_size=block_size, bytes_per_block=shape.bytes_per_block, kernels=kernels
     )
     runner = ModelRunner(
         model,
@@ -155,7 +184,10 @@ def _build(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    return EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events), resolved
+    core = EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events)
+    if promises is not None:
+        weakref.finalize(core, promises.close)
+    return core, resolved
 
 
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
@@ -170,15 +202,23 @@ def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int
 
 
 def _gather_facts(
-    model: LoadedModel, config: EngineConfig, npu_memory: NPUMemory | None, *, block_size: int, max_model_len: int
+    model: LoadedModel,
+    config: EngineConfig,
+    npu_memory: NPUMemory | None,
+    *,
+    native: bool,
+    promised: int,
+    shape: BlockShape,
+    max_model_len: int,
 ) -> MemoryFacts:
     weights = model.weight_bytes
     machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
-    bytes_per_block = _bytes_per_block(model, block_size)
-    host_tier = num_host_slots(config.cache, bytes_per_block=bytes_per_block) * bytes_per_block
+    host_tier = num_host_slots(config.cache, bytes_per_block=shape.bytes_per_block) * shape.bytes_per_block
     host_memory = machine.total if limit is None else limit
     if npu_memory is not None:
-        peak = profile_npu(model, config.scheduler, npu_memory, block_size=block_size, max_model_len=max_model_len)
+        peak = profile_npu(
+            model, config.scheduler, npu_memory, block_size=shape.block_size, max_model_len=max_model_len
+        )
         return MemoryFacts(
             device="npu",
             total=npu_memory.total,
@@ -197,29 +237,23 @@ def _gather_facts(
         free=machine.available,
         weights=weights,
         process=engine_process_bytes(weights=weights),
-        activations=estimate_cpu_activations(model.spec, config.scheduler, max_model_len=max_model_len),
+        activations=estimate_cpu_activations(
+            model.spec,
+            LargestStep.of(config.scheduler, max_model_len=max_model_len),
+            native=native,
+            kv_element_bytes=model.kv_dtype.itemsize,
+            threads=torch.get_num_threads(),
+        ),
         host_tier=host_tier,
         host_memory=host_memory,
+        promised=promised,
     )
 
 
-def _bytes_per_block(model: LoadedModel, block_size: int) -> int:
-    return block_size * model.spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize)
-
-
-def _plan(
-    model: LoadedModel, config: EngineConfig, facts: MemoryFacts, *, block_size: int, max_model_len: int
-) -> KVPlan:
+def _block_shape(model: LoadedModel, block_size: int) -> BlockShape:
     spec = model.spec
-    return plan_kv_blocks(
-        facts,
-        BlockShape(
-            block_size=block_size,
-            bytes_per_block=_bytes_per_block(model, block_size),
-            tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
-        ),
-        config.cache,
-        max_model_len=max_model_len,
-        max_model_len_is_explicit=config.model.max_model_len is not None,
-        max_num_seqs=config.scheduler.max_num_seqs,
+    return BlockShape(
+        block_size=block_size,
+        bytes_per_block=block_size * spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize),
+        tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
     )

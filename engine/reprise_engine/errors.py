@@ -4,6 +4,7 @@
     ├── ConfigError            a flag or field is wrong: exit code 2 at start-up
     ├── ModelError             the model folder cannot be served
     │   ├── ModelNotFound
+    │   ├── DamagedModel       (a file of it is cut off, empty, or not what it should be)
     │   └── UnsupportedModel   (architecture, multimodal, RoPE scaling …)
     ├── InsufficientMemory     not one sequence fits
     ├── RequestError           one request is wrong: HTTP 400, nothing else stops
@@ -30,6 +31,10 @@ class ModelError(RepriseError):
 
 class ModelNotFound(ModelError):
     """The path or file of the model does not exist."""
+
+
+class DamagedModel(ModelError):
+    """The model exists, but a file of it cannot be read."""
 
 
 class UnsupportedModel(ModelError):

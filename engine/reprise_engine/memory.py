@@ -5,8 +5,10 @@
     blocks = KV // bytes of a block
 
 On a CPU without a cgroup limit the machine is shared with others, so KV is the least of that (with the machine's memory
-as total), of the memory that is free, and of what max_num_seqs sequences of max_model_len can ever use.
-Other processes' use is never subtracted from the budget: two engines that start together do not charge each other.
+as total), of the memory that is free and promised to no other engine, and of what max_num_seqs sequences of
+max_model_len can ever use.
+Other processes' use is never subtracted from the budget: two engines that start together do not charge each other, and
+what one of them was promised the other does not take for free (memory_promises.py).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class MemoryFacts:
     weights      parameters, shared ones once
     process      what this engine holds beside weights and KV: interpreter, libraries, the API process, non-torch memory
     activations  peak of one forward pass at max_num_batched_tokens, sampling included
+    promised     what other engines of this machine may still take of what is free (memory_promises.py)
     """
 
     device: Literal["cpu", "npu"]
@@ -47,6 +50,8 @@ class MemoryFacts:
     """What the prefix cache's tiers hold in host memory (--prefix-cache-host-memory): on a CPU beside the KV."""
     host_memory: int | None = None
     """All that this process may have of the host: the cgroup's limit, or the machine's memory. None: not known."""
+    promised: int = 0
+    """What other engines of this machine may still take of `free` (memory_promises.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,7 @@ def plan_kv_blocks(
             kv_bytes = cache.kv_cache_memory_bytes
             lines.append(_line("--kv-cache-memory-bytes", _size(kv_bytes)))
         else:
-            kv_bytes = _available(facts, cache.gpu_memory_utilization, lines)
+            kv_bytes = _available(facts, shape, cache.gpu_memory_utilization, max_model_len, lines)
             if facts.device == "cpu" and facts.limit is None:
                 kv_bytes = _share_of_machine(facts, shape, kv_bytes, max_model_len, max_num_seqs, lines)
         num_blocks = max(0, kv_bytes) // shape.bytes_per_block
@@ -117,7 +122,7 @@ def plan_kv_blocks(
     return KVPlan(num_blocks=num_blocks, max_model_len=max_model_len, explanation=explanation)
 
 
-def _available(facts: MemoryFacts, utilization: float, lines: list[str]) -> int:
+def _available(facts: MemoryFacts, shape: BlockShape, utilization: float, max_model_len: int, lines: list[str]) -> int:
     if facts.limit is not None:
         total, name = facts.limit, "memory limit of the cgroup"
     else:
@@ -137,18 +142,32 @@ def _available(facts: MemoryFacts, utilization: float, lines: list[str]) -> int:
     if facts.device == "npu" and facts.free < budget:
         raise InsufficientMemory(
             f"--gpu-memory-utilization is {utilization:.2f}, which asks for {_size(budget)} of the NPU's "
-            f"{_size(total)}, but only {_size(facts.free)} are free. Lower it to {_floor2(facts.free / total):.2f}, "
-            f"or end the process that uses the device."
+            f"{_size(total)}, but only {_size(facts.free)} are free. {_lower_utilization(facts, shape, max_model_len)}"
         )
     return available
+
+
+def _lower_utilization(facts: MemoryFacts, shape: BlockShape, max_model_len: int) -> str:
+    """What helps where others hold so much of the NPU that the share asked for is not free."""
+    utilization = _floor2(facts.free / facts.total)
+    kv_bytes = int(facts.total * utilization) - facts.weights - facts.process - facts.activations
+    tokens = max(0, kv_bytes) // shape.bytes_per_block * shape.block_size
+    if tokens == 0:
+        return "What is free does not hold this model: end the process that uses the device, or serve a smaller model."
+    also = "" if tokens >= max_model_len else f" and --max-model-len to {tokens} (at most)"
+    return f"Lower it to {utilization:.2f}{also}, or end the process that uses the device."
 
 
 def _share_of_machine(
     facts: MemoryFacts, shape: BlockShape, available: int, max_model_len: int, max_num_seqs: int, lines: list[str]
 ) -> int:
-    free = facts.free - facts.activations - facts.host_tier
-    useful = max_num_seqs * -(-max_model_len // shape.block_size) * shape.bytes_per_block
+    sequence = -(-max_model_len // shape.block_size) * shape.bytes_per_block
+    useful = max_num_seqs * sequence
+    unused = facts.free - facts.activations - facts.host_tier
+    # A promise is what another engine may take, not what it has: it keeps no engine from starting small.
+    free = max(unused - facts.promised, min(unused, sequence))
     lines += [
+        *([_line("no cgroup limit; promised to other engines", _size(facts.promised))] if facts.promised else []),
         _line(f"no cgroup limit; free now - peak activations{' - tiers' if facts.host_tier else ''}", _size(free)),
         _line(f"{max_num_seqs} sequences (--max-num-seqs) of {max_model_len:,}", _size(useful)),
         _line("least of the three", _size(min(available, free, useful))),
@@ -189,10 +208,24 @@ def _advice(
         total = facts.total if facts.limit is None else facts.limit
         wanted = cache.gpu_memory_utilization + (needed - kv_bytes) / total
         raise_it = f"give the engine {_size(needed - kv_bytes)} more memory"
+        if facts.promised:
+            raise_it += f", or let other engines here be promised less than {_size(facts.promised)}"
         wanted = math.ceil(wanted * 100 - 1e-6) / 100
         if wanted <= 1.0 and (facts.limit is not None or facts.device == "npu"):
             raise_it = f"raise --gpu-memory-utilization to {wanted:.2f}, or {raise_it}"
-    lower_it = f"lower --max-model-len to {tokens} (at most), or " if tokens > 0 else ""
+    lower_it = ""
+    if tokens > 0:
+        lower_it = f"lower --max-model-len to {tokens} (at most), or "
+    elif (
+        cache.num_gpu_blocks_override is None
+        and cache.kv_cache_memory_bytes is None
+        and facts.activations > shape.bytes_per_block - kv_bytes
+    ):
+        # Nothing is left for KV at all: what can shrink is the step.
+        lower_it = (
+            f"lower --max-num-batched-tokens and --max-num-seqs (peak activations take {_size(facts.activations)}) "
+            f"and --max-model-len, or "
+        )
     if facts.device == "cpu" and 0 < needed - kv_bytes <= facts.host_tier:
         lower_it += "lower --prefix-cache-host-memory, or "
     return (

@@ -7,20 +7,11 @@ from pathlib import Path
 
 import psutil
 
-from reprise_engine.config import SchedulerConfig
-from reprise_engine.models.spec import ModelSpec
-
 _MIB = 1024**2
 # The API process in the same cgroup: interpreter, tokenizer, HTTP server (measured at 120 to 180 MiB).
 _API_PROCESS = 192 * _MIB
 # Interpreter and torch, where the process looks smaller since its weights are not paged in yet.
 _LEAST_ENGINE_PROCESS = 256 * _MIB
-# Keys of one layer gathered at once for a group of decoding requests (attention/cpu.py).
-_GATHERED_KEYS = 16384
-# Rows sampled at once (sampler.py) and the bytes one of their scores takes: sorted scores, token ids, masks, copies,
-# cumulative sums in float64.
-_SAMPLED_ROWS = 16
-_BYTES_PER_SAMPLED_SCORE = 64
 
 
 def cgroup_memory_limit(
@@ -72,26 +63,3 @@ def engine_process_bytes(*, weights: int) -> int:
     """Memory of this process beside the weights, and of the API process in front of it, in bytes."""
     resident = psutil.Process().memory_info().rss
     return max(resident - weights, _LEAST_ENGINE_PROCESS) + _API_PROCESS
-
-
-def estimate_cpu_activations(spec: ModelSpec, scheduler: SchedulerConfig, *, max_model_len: int) -> int:
-    """Peak bytes of one forward pass on a CPU, where activations are float32, counted from the shapes.
-
-    Three phases, of which one runs at a time, over the residual stream (hidden states, its norm, a copy):
-    attention (queries, keys, values before and after rotation, output; gathered keys and values of one layer),
-    the MLP (gate, up, product), and the head (logits, adjusted scores, the sampler's rows).
-    """
-    tokens = scheduler.batched_tokens(max_model_len=max_model_len)
-    residual = 4 * tokens * spec.hidden_size * 4
-    heads = spec.num_heads + 2 * spec.num_kv_heads
-    gathered_keys = max(max_model_len, _GATHERED_KEYS)
-    attention = 4 * (
-        3 * tokens * heads * spec.head_dim
-        # Float32 copies, and the pool's own dtype before they are widened.
-        + 3 * gathered_keys * spec.num_kv_heads * spec.head_dim
-    )
-    inner = max(spec.intermediate_size, spec.expert_size * spec.experts_per_token)
-    mlp = 4 * 4 * tokens * inner
-    sampled = min(scheduler.max_num_seqs, tokens)
-    head = 3 * 4 * sampled * spec.vocab_size + min(sampled, _SAMPLED_ROWS) * spec.vocab_size * _BYTES_PER_SAMPLED_SCORE
-    return residual + max(attention, mlp, head)

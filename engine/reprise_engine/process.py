@@ -41,6 +41,7 @@ from reprise_engine.messages import (
     Unpin,
     Unpinned,
 )
+from reprise_engine.models.readahead import read_ahead
 from reprise_engine.request import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,8 @@ def serve(connection: Connection) -> int:
     start = connection.recv()
     assert isinstance(start, Start), f"expected Start, got {start!r}"
     _configure_logging(start.log_level)
+
+    read_ahead(start.config.model.model)
 
     def send(message: FromEngine) -> None:
         connection.send(message)

@@ -179,6 +179,7 @@ _LAST_WORDS = (
         "ModelNotFound",
         re.compile(r"\bModelNotFound\b|Repo id must be in the form|does not appear to have a file named"),
     ),
+    ("DamagedModel", re.compile(r"\bDamagedModel\b")),
     (
         "InsufficientMemory",
         re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),

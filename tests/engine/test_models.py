@@ -17,7 +17,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from reprise_engine.config import ModelConfig
-from reprise_engine.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
+from reprise_engine.errors import ConfigError, DamagedModel, ModelError, ModelNotFound, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import find_weights
 from reprise_engine.models.loader import choose_dtype, load_model
@@ -141,7 +141,15 @@ def test_a_folder_without_weights_or_with_several(tmp_path: Path) -> None:
 def test_broken_weights_are_told_not_raised_raw(edited: Callable[..., Path], content: bytes) -> None:
     folder = edited()
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+    with pytest.raises(DamagedModel, match="cannot be loaded"):
+        load_model(ModelConfig(model=str(folder)), device=CPU)
+
+
+@pytest.mark.parametrize("content", ["", '{"architectures": ["Qwen3For', "[]"])
+def test_a_broken_config_is_damage_not_an_architecture(edited: Callable[..., Path], content: str) -> None:
+    folder = edited()
+    (folder / "config.json").write_text(content)
+    with pytest.raises(DamagedModel, match=r"config\.json"):
         load_model(ModelConfig(model=str(folder)), device=CPU)
 
 
@@ -162,14 +170,14 @@ def test_a_pickle_that_runs_code_is_refused(edited: Callable[..., Path], tmp_pat
 def test_a_missing_tensor_is_refused(edited: Callable[..., Path]) -> None:
     """transformers would fill it with random numbers and only warn."""
     folder = edited(num_hidden_layers=4, layer_types=None)
-    with pytest.raises(UnsupportedModel, match=r"layers\.3"):
+    with pytest.raises(DamagedModel, match=r"layers\.3"):
         load_model(ModelConfig(model=str(folder)), device=CPU)
 
 
 def test_broken_gguf_and_foreign_gguf(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUX" + bytes(60))
-    with pytest.raises(UnsupportedModel, match="cannot be read as a GGUF file"):
+    with pytest.raises(DamagedModel, match="cannot be read as a GGUF file"):
         load_model(ModelConfig(model=str(path)), device=CPU)
 
 

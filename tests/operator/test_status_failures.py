@@ -120,6 +120,12 @@ FAILURES: list[tuple[str, ContainerFailure, str, str]] = [
         "/model is empty",
     ),
     (
+        "cut off",
+        ContainerFailure(container="engine", reason="Error", exit_code=1, message="DamagedModel: config.json is empty"),
+        "DamagedModel",
+        "config.json is empty",
+    ),
+    (
         "KV pool",
         ContainerFailure(container="engine", reason="Error", exit_code=1, message="InsufficientMemory: 3 blocks"),
         "InsufficientMemory",

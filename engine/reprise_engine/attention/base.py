@@ -14,6 +14,15 @@ from typing import Protocol
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Requests of the step, by index, whose first `num_tokens` keys lie in the same blocks, whole ones, and were there
+    before the step: every query of theirs sees all of them."""
+
+    requests: tuple[int, ...]
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """Where each token of the step lives, for every layer alike. Lengths are Python ints: NPU ops take host lists.
@@ -22,6 +31,7 @@ class AttentionMetadata:
     block_table_RM   int32, rows padded with 0 (never read past kv_lens)
     query_lens       new tokens of each request, in packed order; sums to T
     kv_lens          tokens of each request whose KV exists after this step's write (start + new)
+    shared_prefixes  prefixes whose keys a backend may read once for several requests; a request is in one at most
     """
 
     slot_mapping_T: torch.Tensor
@@ -29,6 +39,7 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     block_size: int
+    shared_prefixes: tuple[SharedPrefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import torch
 
 from reprise_engine.attention.base import AttentionMetadata, LayerKV
 from reprise_engine.native import Kernels
+from reprise_engine.native.layer import DescribedStep, SharedPrefixes
 
 
 class NativeAttention:
@@ -15,6 +16,16 @@ class NativeAttention:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self._step: tuple[AttentionMetadata, DescribedStep] | None = None
+
+    def describe(
+        self, metadata: AttentionMetadata, cosine_TH: torch.Tensor, sine_TH: torch.Tensor, *, scratch: int
+    ) -> DescribedStep:
+        """The step for the whole-layer kernel, described at its first layer. `scratch` is in floats a token."""
+        if self._step is None or self._step[0] is not metadata:
+            self._step = None  # the step before gives up its memory first
+            self._step = metadata, DescribedStep(metadata, cosine_TH, sine_TH, scratch=scratch)
+        return self._step[1]
 
     def forward(
         self,
@@ -38,6 +49,7 @@ class NativeAttention:
             kv_lens=metadata.kv_lens,
             scale=scale,
             sliding_window=sliding_window,
+            shared=SharedPrefixes(metadata.shared_prefixes) if metadata.shared_prefixes else None,
         )
 
     def copy_blocks(self, kv: LayerKV, copies: tuple[tuple[int, int], ...]) -> None:

@@ -99,6 +99,8 @@ class Client:
     ) -> None:
         if self._session is not None:
             await self._session.close()
+            # Sockets are closed in the loop's next round, and it may be the last one (aiohttp, "Graceful shutdown").
+            await asyncio.sleep(0)
 
     @property
     def session(self) -> aiohttp.ClientSession:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from reprise_engine.errors import ModelError, ModelNotFound, UnsupportedModel
+from reprise_engine.errors import DamagedModel, ModelError, ModelNotFound
 from reprise_engine.text.files import read_json, resolve_model
 
 WeightFormat = Literal["safetensors", "bin", "gguf"]
@@ -21,12 +21,19 @@ class ModelFiles:
     weights: WeightFormat
     gguf_file: str | None = None
 
+    def weight_paths(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+        if self.gguf_file is not None:
+            return (self.folder / self.gguf_file,)
+        pattern = "*.safetensors" if self.weights == "safetensors" else "pytorch_model*.bin"
+        return tuple(sorted(self.folder.glob(pattern)))
+
     def read_json(self, file_name: str) -> dict[str, Any] | None:
-        """The JSON object in `file_name`, or None where the folder has no such file. Raises UnsupportedModel."""
+        """The JSON object in `file_name`, or None where the folder has no such file. Raises DamagedModel."""
         try:
             return read_json(self.folder / file_name)
         except ModelError as error:
-            raise UnsupportedModel(str(error)) from error
+            raise DamagedModel(str(error)) from error
 
 
 def find_weights(model: str, *, revision: str | None = None) -> ModelFiles:
@@ -52,3 +59,8 @@ def find_weights(model: str, *, revision: str | None = None) -> ModelFiles:
     raise ModelNotFound(
         f"{path} holds no weights: looked for *.safetensors, pytorch_model*.bin and *.gguf. Give the model's folder."
     )
+
+
+def weight_file_bytes(model: str, *, revision: str | None = None) -> int:
+    """Bytes of the files that hold the weights, about what they take in memory. Raises ModelNotFound."""
+    return sum(path.stat().st_size for path in find_weights(model, revision=revision).weight_paths())

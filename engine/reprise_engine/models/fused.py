@@ -2,7 +2,7 @@
 
 They share one shape: norm, attention, norm, gated MLP, each half added to the residual stream. A layer of OUR loaded
 instance is replaced by one that holds the same modules (so names and weights stay as they are) and computes the same
-in seven calls; no class is touched. Other definitions (OPT) get their linear layers replaced only.
+in one call; no class is touched. Other definitions (OPT) get their linear layers replaced only.
 
 Axis letters: T tokens, D hidden size, I inputs, O outputs.
 """
@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from reprise_engine.attention.bridge import PagedContext
+from reprise_engine.attention.native import NativeAttention
 from reprise_engine.models.upcast import UpcastExperts, UpcastLinear
 from reprise_engine.native import Kernels, LinearWeights
+from reprise_engine.native.layer import DescribedLayer, LayerWeights
 
 _GATED_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
 _GATED_MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
@@ -25,12 +27,12 @@ _RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 
 
 class _Native(nn.Module):
-    """Holds descriptions of its weights' memory, made at the first use, since taking them costs more than a call."""
+    """Holds a description of its weights' memory, made at the first use, since taking it costs more than a call."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self._described: tuple[LinearWeights, ...] = ()
+        self._described: tuple[Any, ...] = ()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _Native:
         # `to`, `float` and the like end here: the weights move.
@@ -71,89 +73,20 @@ class NativeRMSNorm(nn.Module):
         return self._kernels.rms_norm(x, self.weight, self.variance_epsilon)
 
 
-class FusedGatedMLP(_Native):
-    """down(silu(gate(x)) * up(x)) in two calls; the gate and up products never leave the processor's registers."""
-
-    def __init__(self, mlp: nn.Module, kernels: Kernels) -> None:
-        super().__init__(kernels)
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-
-    def add_to(self, residual_1TD: torch.Tensor, x_1TD: torch.Tensor) -> None:
-        if not self._described:
-            self._described = (_weights_of(self.gate_proj, self.up_proj), _weights_of(self.down_proj))
-        gate_up, down = self._described
-        self._kernels.add_linear(self._kernels.swiglu(x_1TD, gate_up), down, residual_1TD)
-
-
-class FusedAttention(_Native):
-    """Queries, keys and values from one product; norm and rotation in place; the output added to the residual."""
-
-    def __init__(self, attention: nn.Module, kernels: Kernels) -> None:
-        super().__init__(kernels)
-        self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
-        self.o_proj = attention.o_proj
-        self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
-        self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
-        self.layer_idx = int(_number(attention, "layer_idx"))
-        self.head_dim = int(_number(attention, "head_dim"))
-        self.scaling = float(_number(attention, "scaling"))
-        window = getattr(attention, "sliding_window", None)
-        assert window is None or isinstance(window, int)
-        self.sliding_window = window
-
-    def add_to(
-        self,
-        residual_1TD: torch.Tensor,
-        x_1TD: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        paged: PagedContext,
-    ) -> None:
-        if not self._described:
-            self._described = (_weights_of(self.q_proj, self.k_proj, self.v_proj), _weights_of(self.o_proj))
-        qkv, output = self._described
-        rows = self._kernels.linear(x_1TD[0], qkv)
-        num_heads, num_kv_heads = (outputs // self.head_dim for outputs in qkv.outputs[:2])
-        cosine_1TH, sine_1TH = position_embeddings
-        self._kernels.rotary(
-            rows,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.head_dim,
-            cosine=cosine_1TH[0],
-            sine=sine_1TH[0],
-            query_norm=None if self.q_norm is None else _parameter(self.q_norm),
-            key_norm=None if self.k_norm is None else _parameter(self.k_norm),
-            eps=0.0 if self.q_norm is None else float(_number(self.q_norm, "variance_epsilon")),
-        )
-        heads = rows.view(rows.shape[0], -1, self.head_dim)
-        q_TNH, k_TKH, v_TKH = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        out_TNH = paged.backend.forward(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            paged.kv[self.layer_idx],
-            paged.metadata,
-            scale=self.scaling,
-            sliding_window=self.sliding_window,
-        )
-        self._kernels.add_linear(out_TNH.flatten(1).unsqueeze(0), output, residual_1TD)
-
-
-class FusedDecoderLayer(nn.Module):
+class FusedDecoderLayer(_Native):
     """Takes what transformers' model passes to its layers and returns the hidden states (1, T, D)."""
 
     def __init__(self, layer: nn.Module, kernels: Kernels) -> None:
-        super().__init__()
+        super().__init__(kernels)
         attention, mlp = layer.self_attn, layer.mlp
         input_norm, post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
         assert isinstance(attention, nn.Module)
         assert isinstance(mlp, nn.Module)
         assert isinstance(input_norm, NativeRMSNorm)
         assert isinstance(post_attention_norm, NativeRMSNorm)
-        self.self_attn = FusedAttention(attention, kernels)
-        self.mlp = FusedGatedMLP(mlp, kernels) if _is_gated_mlp(mlp) else mlp
-        self.input_layernorm = input_norm
-        self.post_attention_layernorm = post_attention_norm
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
+        self.layer_idx = int(_number(self.self_attn, "layer_idx"))
 
     def forward(
         self,
@@ -164,14 +97,43 @@ class FusedDecoderLayer(nn.Module):
         **_kwargs: Any,
     ) -> torch.Tensor:
         # A copy at the first layer only: what the embedding gave out is not ours to write to.
-        residual = hidden_states.clone() if self.self_attn.layer_idx == 0 else hidden_states
-        self.self_attn.add_to(residual, self.input_layernorm(residual), position_embeddings, paged)
-        normed = self.post_attention_layernorm(residual)
-        if isinstance(self.mlp, FusedGatedMLP):
-            self.mlp.add_to(residual, normed)
-        else:
-            residual += self.mlp(normed)
+        residual = hidden_states.clone() if self.layer_idx == 0 else hidden_states
+        if not self._described:
+            self._described = (DescribedLayer(self._weights()),)
+        [layer] = self._described
+        cosine_1TH, sine_1TH = position_embeddings
+        assert isinstance(paged.backend, NativeAttention)
+        step = paged.backend.describe(paged.metadata, cosine_1TH[0], sine_1TH[0], scratch=layer.scratch)
+        kv = paged.kv[self.layer_idx]
+        self._kernels.decoder_layer(layer, step, kv.key_BSKH, kv.value_BSKH, residual[0])
+        if not layer.inner:
+            residual += self.mlp(self.post_attention_layernorm(residual))
         return residual
+
+    def _weights(self) -> LayerWeights:
+        attention, mlp = self.self_attn, self.mlp
+        gated = _is_gated_mlp(mlp)
+        norms: list[nn.Module] = [self.input_layernorm, self.post_attention_layernorm]
+        norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
+        eps = {float(_number(norm, "variance_epsilon")) for norm in norms}
+        assert len(eps) == 1, f"a layer's norms have different epsilons: {eps}"
+        weights = [_parameter(norm) for norm in norms]
+        window = getattr(attention, "sliding_window", None)
+        assert window is None or isinstance(window, int)
+        return LayerWeights(
+            input_norm=weights[0],
+            post_attention_norm=weights[1],
+            query_norm=weights[2] if len(weights) == 4 else None,
+            key_norm=weights[3] if len(weights) == 4 else None,
+            eps=eps.pop(),
+            qkv=_weights_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=_weights_of(attention.o_proj),
+            gate_up=_weights_of(mlp.gate_proj, mlp.up_proj) if gated else None,
+            down=_weights_of(mlp.down_proj) if gated else None,
+            head_dim=int(_number(attention, "head_dim")),
+            scale=float(_number(attention, "scaling")),
+            sliding_window=window,
+        )
 
 
 class NativeExperts(nn.Module):

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_attention
 from reprise_engine.config import DType, ModelConfig
-from reprise_engine.errors import ConfigError, UnsupportedModel
+from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.fused import fuse_layers
+from reprise_engine.models.placement import place_weights
 from reprise_engine.models.quiet import without_progress_bars
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
@@ -54,11 +55,7 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters, shared ones once."""
-        storages = {
-            parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-            for parameter in self.module.parameters()
-        }
-        return sum(storages.values())
+        return sum({parameter.data_ptr(): parameter.nbytes for parameter in self.module.parameters()}.values())
 
 
 def choose_dtype(requested: DType, spec: ModelSpec, files: ModelFiles, *, device: Literal["cpu", "npu"]) -> str:
@@ -87,7 +84,7 @@ def load_model(
 ) -> LoadedModel:
     """Finds, checks and loads the model; on a CPU it runs on `kernels` where they are given, else on plain torch.
 
-    Raises ModelNotFound, UnsupportedModel or ConfigError.
+    Raises ModelNotFound, DamagedModel, UnsupportedModel or ConfigError.
     """
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
@@ -98,15 +95,18 @@ def load_model(
     spec.choose_max_model_len(config.max_model_len)
     dtype = choose_dtype(config.dtype, spec, files, device="npu" if device.type == "npu" else "cpu")
 
-    progress(LoadProgress(f"Loading weights ({files.weights}, {dtype})"))
+    stage = f"Loading weights ({files.weights}, {dtype})"
+    progress(LoadProgress(stage))
     module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
     if device.type == "cpu" and dtype == "bfloat16":
         upcast_activations(module)
     module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
     module.eval()
     module.requires_grad_(False)
-    if device.type == "cpu" and kernels is not None:
-        fuse_layers(module, kernels)
+    if device.type == "cpu":
+        place_weights(module, progress=lambda fraction: progress(LoadProgress(stage, fraction)))
+        if kernels is not None:
+            fuse_layers(module, kernels)
     return LoadedModel(
         module=module,
         spec=spec,
@@ -144,7 +144,7 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
         except _UNREADABLE_WEIGHTS as error:
             # Only the first line: torch adds advice on loading files that run code.
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UnsupportedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
+            raise DamagedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
     module, loading = loaded
     assert isinstance(module, PreTrainedModel)
     if type(module).__name__ != spec.architecture:
@@ -159,7 +159,7 @@ def _check_complete(files: ModelFiles, loading: Mapping[str, Any]) -> None:
     """transformers fills what a checkpoint lacks with random numbers, and only warns."""
     missing = sorted(str(key) for key in loading.get("missing_keys") or ())
     if missing:
-        raise UnsupportedModel(
+        raise DamagedModel(
             f"The weights in {files.folder} lack {len(missing)} tensors that config.json asks for, among them "
             f"{', '.join(missing[:3])}. The checkpoint is incomplete or config.json is another model's."
         )

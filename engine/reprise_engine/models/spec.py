@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from reprise_engine.errors import ConfigError, UnsupportedModel
+from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.models.files import ModelFiles
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ class ModelSpec:
 
 
 def read_spec(files: ModelFiles) -> ModelSpec:
-    """Reads and checks the configuration. Raises UnsupportedModel, naming what is not supported."""
+    """Reads and checks the configuration. Raises UnsupportedModel, naming what is not supported, or
+    DamagedModel."""
     raw = files.read_json("config.json")
     if files.gguf_file is not None and raw is None:
         _check_gguf_architecture(files)
@@ -125,7 +126,7 @@ def _check_gguf_architecture(files: ModelFiles) -> None:
         field = GGUFReader(path).get_field("general.architecture")
         name = None if field is None else field.contents()
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UnsupportedModel(f"{path} cannot be read as a GGUF file: {error}") from error
+        raise DamagedModel(f"{path} cannot be read as a GGUF file: {error}") from error
     if name not in _GGUF_ARCHITECTURES:
         raise UnsupportedModel(
             f"general.architecture of {path} is {name!r}, which is not supported. Supported as GGUF: "

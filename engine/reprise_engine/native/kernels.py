@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_long, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from reprise_engine.native.layer import DescribedLayer, DescribedStep, SharedPrefixes
 
 _STORE, _ADD, _SWIGLU = 0, 1, 2
 # Rows of one piece of work in attention.cpp: the query heads of one key head must fit.
@@ -29,7 +32,7 @@ class LinearWeights:
     are, and are kept alive.
     """
 
-    __slots__ = ("_tensors", "inputs", "is_bf16", "num_parts", "outputs", "parts")
+    __slots__ = ("inputs", "is_bf16", "num_parts", "outputs", "parts", "tensors")
 
     def __init__(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         first = layers[0][0]
@@ -42,7 +45,7 @@ class LinearWeights:
                 )
             if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
                 raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be float32 ({weight.shape[0]},)")
-        self._tensors = layers
+        self.tensors = layers
         self.inputs = first.shape[1]
         self.outputs = tuple(weight.shape[0] for weight, _ in layers)
         self.is_bf16 = int(first.dtype == torch.bfloat16)
@@ -67,8 +70,9 @@ class Kernels:
         self._linear = function("linear", p, n, n, n, p, i, i, i, p, n, i)
         self._rms_norm = function("rms_norm", p, p, f, n, n, p, i)
         self._rotary = function("rotary", p, n, n, n, n, n, p, p, f, p, p, n, i)
-        self._write_kv = function("write_kv", p, n, n, p, n, n, n, p, i)
-        self._attention = function("attention", p, n, n, p, p, i, n, n, n, n, p, n, p, p, n, f, n, p, i)
+        self._write_kv = function("write_kv", p, n, n, p, n, n, n, p, i, i)
+        self._attention = function("attention", p, n, n, p, p, i, n, n, n, n, p, n, p, p, n, f, n, p, n, p, p, i)
+        self._layer = function("layer", p, p, p, p, i, p, p, i)
 
     def linear(self, x: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
         """x (..., I) → (..., sum of O): each layer's product and bias, side by side."""
@@ -167,6 +171,7 @@ class Kernels:
             size,
             pool_BSKH.data_ptr(),
             pool_BSKH.dtype == torch.bfloat16,
+            torch.get_num_threads(),
         )
 
     def attention(
@@ -180,8 +185,12 @@ class Kernels:
         kv_lens: Sequence[int],
         scale: float,
         sliding_window: int | None,
+        shared: SharedPrefixes | None = None,
     ) -> torch.Tensor:
-        """Causal attention over the pool, which holds the new tokens already. Returns out_TNH, dense."""
+        """Causal attention over the pool, which holds the new tokens already. Returns out_TNH, dense.
+
+        Keys of `shared` prefixes are read once for all their requests; with a window they are read by each.
+        """
         _, num_heads, head_dim = q_TNH.shape
         _, block_size, num_kv_heads, _ = key_BSKH.shape
         if num_heads // num_kv_heads > _MAX_GROUP:
@@ -206,10 +215,42 @@ class Kernels:
             len(query_lens),
             scale,
             sliding_window or 0,
+            None if shared is None else shared.prefixes,
+            0 if shared is None or sliding_window else shared.count,
+            None if shared is None else shared.members,
             out_TNH.data_ptr(),
             torch.get_num_threads(),
         )
         return out_TNH
+
+    def decoder_layer(
+        self,
+        layer: DescribedLayer,
+        step: DescribedStep,
+        key_BSKH: torch.Tensor,
+        value_BSKH: torch.Tensor,
+        residual_TD: torch.Tensor,
+    ) -> None:
+        """Writes the layer's KV and adds its attention, and its MLP where it has a gated one, to `residual_TD`, dense
+        float32, in place."""
+        if residual_TD.shape != (step.tokens, layer.hidden) or not residual_TD.is_contiguous():
+            raise ValueError(
+                f"the residual is {tuple(residual_TD.shape)}; dense ({step.tokens}, {layer.hidden}) needed"
+            )
+        if residual_TD.dtype != torch.float32 or step.scratch.numel() < step.tokens * layer.scratch:
+            raise ValueError(f"the residual is {residual_TD.dtype}, and there are {step.scratch.numel()} of scratch")
+        if key_BSKH.shape[2] != layer.num_kv_heads:
+            raise ValueError(f"the pool is {tuple(key_BSKH.shape)} for {layer.num_kv_heads} key heads")
+        self._layer(
+            layer.pointer,
+            step.pointer,
+            key_BSKH.data_ptr(),
+            value_BSKH.data_ptr(),
+            key_BSKH.dtype == torch.bfloat16,
+            residual_TD.data_ptr(),
+            step.scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
 
 
 def _rows(x: torch.Tensor, inputs: int) -> torch.Tensor:

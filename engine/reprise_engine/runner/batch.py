@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from reprise_engine.attention.base import AttentionMetadata
+from reprise_engine.attention.shared_prefixes import MOST_NEW_TOKENS, Candidate, find_shared_prefixes
 from reprise_engine.step import ScheduledRequest, Step
 
 
@@ -68,6 +69,14 @@ def build_batch(step: Step, *, block_size: int, num_blocks: int, device: torch.d
             query_lens=tuple(len(request.token_ids) for request in step.requests),
             kv_lens=tuple(kv_lens),
             block_size=block_size,
+            shared_prefixes=find_shared_prefixes(
+                [
+                    Candidate(index, request.block_table, request.start // block_size)
+                    for index, request in enumerate(step.requests)
+                    if len(request.token_ids) <= MOST_NEW_TOKENS
+                ],
+                block_size=block_size,
+            ),
         ),
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64, device=device),
         sampling=tuple(request for request in step.requests if request.samples),

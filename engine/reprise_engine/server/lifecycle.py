@@ -269,9 +269,9 @@ async def _drained(engine: EngineClient, http: _HttpServer) -> None:
 
 
 def _show(state: ServerState, report: LoadProgress) -> None:
-    if report.stage != state.stage:
+    if not state.stage.startswith(report.stage):
         logger.info("%s", report.stage)
-    state.stage = report.stage
+    state.stage = report.stage if report.fraction is None else f"{report.stage}, {report.fraction:.0%}"
 
 
 def _url(listener: socket.socket) -> str:

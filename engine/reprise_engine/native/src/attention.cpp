@@ -5,6 +5,10 @@
 // A piece of work is one key/value head and a few rows: the queries, of all heads that share the key head, of
 // consecutive tokens of one request. Up to TILE rows (decoding) the keys are taken as they lie, each once, and memory
 // is the bound. More rows take a piece of keys transposed and widened in a buffer, and arithmetic is the bound.
+//
+// Requests that begin with the same blocks may name that prefix as shared: its keys are then read once for the queries
+// of all of them, and each goes on from there with its own (cascade attention; the state of an online softmax, sums,
+// maximum and total, is what merging by log-sum-exp would compute).
 #include <stdlib.h>
 
 #include "dots.h"
@@ -14,6 +18,8 @@ namespace {
 constexpr long KEYS = 64;       // keys a piece
 constexpr long ROWS = 128;      // most rows a piece of work
 constexpr float NONE = -__builtin_inff();
+// Elements below which a second thread costs more than it saves.
+constexpr long SERIAL = 16384;
 
 // Vectors of columns that a tile of a product holds, besides its TILE rows.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -32,12 +38,23 @@ struct Task {
     float scale;
     long window;  // 0: none
     float* out;   // (tokens, heads, head_size), dense
+    // Of rows whose prefix is shared: `sums` in natural order, `most`, `total`, for each (token, head).
+    float* state;
+    long state_stride;
+};
+
+struct SharedPrefix {
+    int64_t first, count;  // its requests are members[first], … members[first + count - 1]
+    int64_t keys;          // every one of their queries comes after these
 };
 
 struct Piece {
-    int request, kv_head;
-    long first_token, tokens;  // of the step
-    long first_position;       // of the first token in its sequence
+    int request, kv_head;    // whose block table holds the keys
+    const long* token_list;  // tokens of the step; null: consecutive ones from first_token
+    long first_token, tokens;
+    long first_position;  // of the first token in its sequence
+    long skip;            // keys before these are in the state already
+    long shared;          // keys of a shared prefix, all of them visible, whose state is kept; 0: to the end
 };
 
 INLINE long round_up(long value, long to) { return (value + to - 1) / to * to; }
@@ -123,11 +140,37 @@ static void product(long rows, const float* a, long a_stride, const float* b, lo
     for (; n < columns; n += VL) product_rows<1>(rows, a, a_stride, b + n, b_stride, inner, c + n, c_stride, add);
 }
 
-// Rows [key, value) of the pool for position `p` of a request.
+// Where the keys and values of some consecutive positions of one request and key head lie.
 template <class W>
-INLINE const W* at(const Task& t, const void* pool, const int* table, long kv_head, long p) {
-    const long slot = (long)table[p / t.block_size] * t.block_size + p % t.block_size;
-    return (const W*)pool + (slot * t.kv_heads + kv_head) * t.head_size;
+struct Located {
+    const W *key[KEYS], *value[KEYS];
+    long count;
+};
+
+template <class W>
+INLINE void locate(const Task& t, const int* table, long kv_head, long start, long end, Located<W>* out) {
+    out->count = least(KEYS, end - start);
+    long block = start / t.block_size, slot = start % t.block_size;
+    for (long k = 0; k < out->count; k++) {
+        const long at = (((long)table[block] * t.block_size + slot) * t.kv_heads + kv_head) * t.head_size;
+        out->key[k] = (const W*)t.key + at;
+        out->value[k] = (const W*)t.value + at;
+        if (++slot == t.block_size) {
+            slot = 0;
+            block++;
+        }
+    }
+}
+
+// Those of one head lie apart from each other, which the processor does not foresee.
+template <class W>
+INLINE void prefetch(const Task& t, const Located<W>& located) {
+    const long bytes = t.head_size * (long)sizeof(W);
+    for (long k = 0; k < located.count; k++)
+        for (long line = 0; line < bytes; line += 64) {
+            __builtin_prefetch((const char*)located.key[k] + line, 0, 2);
+            __builtin_prefetch((const char*)located.value[k] + line, 0, 2);
+        }
 }
 
 INLINE long first_visible(const Task& t, long position) {
@@ -206,10 +249,10 @@ static void scores_few(const Task& t, const Scratch& s, const W* const* key, lon
         const W* block[BLOCK];
         const long keys = least(BLOCK, count - k);
         for (int b = 0; b < BLOCK; b++) block[b] = key[k + (b < keys ? b : 0)];
-        float sums[TILE][BLOCK];
-        dots_of<W, BLOCK>((int)rows, block, s.query, s.stride, t.head_size, sums);
+        float sums[TILE * BLOCK];
+        dots_of<W, BLOCK>((int)rows, block, s.query, s.stride, t.head_size, 0, sums);
         for (long r = 0; r < rows; r++)
-            for (long b = 0; b < keys; b++) s.scores[r * KEYS + k + b] = sums[r][b];
+            for (long b = 0; b < keys; b++) s.scores[r * KEYS + k + b] = sums[r * BLOCK + b];
     }
 }
 
@@ -240,23 +283,40 @@ static void attend(const Task& t, const Piece& piece) {
     const Scratch s = scratch_of(t.head_size);
     const int* table = t.table + piece.request * t.table_stride;
     const long rows = piece.tokens * t.group;
-    for (long r = 0; r < rows; r++) {
-        const float* q = t.q + (piece.first_token + r / t.group) * t.q_token +
-                         (piece.kv_head * t.group + r % t.group) * t.q_head;
-        for (long h = 0; h < t.head_size; h++) s.query[r * s.stride + h] = q[h] * t.scale;
-        for (long h = 0; h < s.stride; h++) s.sums[r * s.stride + h] = 0.0f;
-        s.most[r] = NONE;
-        s.total[r] = 0.0f;
-    }
     const bool few = rows <= TILE;
-    const long last = piece.first_position + piece.tokens - 1;
-    for (long start = first_visible(t, piece.first_position); start <= last;) {
-        const long count = least(KEYS, last + 1 - start);
-        const W *key[KEYS], *value[KEYS];
-        for (long k = 0; k < count; k++) {
-            key[k] = at<W>(t, t.key, table, piece.kv_head, start + k);
-            value[k] = at<W>(t, t.value, table, piece.kv_head, start + k);
+    // Of row r, in elements of (tokens, heads).
+    const auto place = [&](long r) INLINE_LAMBDA {
+        const long token = piece.token_list ? piece.token_list[r / t.group] : piece.first_token + r / t.group;
+        return token * t.kv_heads * t.group + piece.kv_head * t.group + r % t.group;
+    };
+    for (long r = 0; r < rows; r++) {
+        const long token = place(r) / (t.kv_heads * t.group), head = place(r) % (t.kv_heads * t.group);
+        const float* q = t.q + token * t.q_token + head * t.q_head;
+        if (few)
+            ordered<W>(q, t.head_size, t.scale, s.query + r * s.stride);
+        else
+            for (long h = 0; h < t.head_size; h++) s.query[r * s.stride + h] = q[h] * t.scale;
+        if (piece.skip) {
+            const float* state = t.state + place(r) * t.state_stride;
+            memcpy(s.sums + r * s.stride, state, (size_t)s.stride * sizeof(float));
+            s.most[r] = state[s.stride];
+            s.total[r] = state[s.stride + 1];
+        } else {
+            for (long h = 0; h < s.stride; h++) s.sums[r * s.stride + h] = 0.0f;
+            s.most[r] = NONE;
+            s.total[r] = 0.0f;
         }
+    }
+    const long last = piece.shared ? piece.shared - 1 : piece.first_position + piece.tokens - 1;
+    const long visible = piece.shared ? 0 : first_visible(t, piece.first_position);
+    long start = visible > piece.skip ? visible : piece.skip;
+    Located<W> located[2];
+    locate<W>(t, table, piece.kv_head, start, last + 1, &located[0]);
+    for (int now = 0; start <= last; now = 1 - now) {
+        const W *const *key = located[now].key, *const *value = located[now].value;
+        const long count = located[now].count;
+        locate<W>(t, table, piece.kv_head, start + count, last + 1, &located[1 - now]);
+        prefetch<W>(t, located[1 - now]);
         if (few) {
             scores_few<W>(t, s, key, count, rows);
         } else {
@@ -265,10 +325,13 @@ static void attend(const Task& t, const Piece& piece) {
         }
         const long whole = round_up(count, VL);
         for (long r = 0; r < rows; r++) {
-            const long position = piece.first_position + r / t.group;
             float* scores = s.scores + r * KEYS;
-            for (long k = 0, hidden = first_visible(t, position) - start; k < hidden && k < count; k++) scores[k] = NONE;
-            for (long k = position < start ? 0 : position - start + 1; k < whole; k++) scores[k] = NONE;
+            if (!piece.shared) {
+                const long position = piece.first_position + r / t.group;
+                const long hidden = first_visible(t, position) - start;
+                for (long k = 0; k < hidden && k < count; k++) scores[k] = NONE;
+                for (long k = position < start ? 0 : position - start + 1; k < whole; k++) scores[k] = NONE;
+            }
             for (long k = count; k < whole; k++) scores[k] = NONE;
             const float factor = soften(scores, whole, s.most + r, s.total + r);
             if (factor != 1.0f)
@@ -282,16 +345,40 @@ static void attend(const Task& t, const Piece& piece) {
         start += count;
     }
     for (long r = 0; r < rows; r++) {
-        float* out = t.out + ((piece.first_token + r / t.group) * t.kv_heads * t.group + piece.kv_head * t.group +
-                              r % t.group) * t.head_size;
-        const float inverse = 1.0f / s.total[r];
-        for (long h = 0; h < t.head_size; h++) out[h] = s.sums[r * s.stride + h] * inverse;
+        const float* sums = s.sums + r * s.stride;
+        if (piece.shared) {
+            float* state = t.state + place(r) * t.state_stride;
+            memcpy(state, sums, (size_t)s.stride * sizeof(float));
+            state[s.stride] = s.most[r];
+            state[s.stride + 1] = s.total[r];
+        } else {
+            float* out = t.out + place(r) * t.head_size;
+            const float inverse = 1.0f / s.total[r];
+            for (long h = 0; h < t.head_size; h++) out[h] = sums[h] * inverse;
+        }
     }
+}
+
+static void attend_all(const Task& t, const Piece* pieces, long count, int is_bf16, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long i = 0; i < count; i++) {
+        if (is_bf16)
+            attend<bf16>(t, pieces[i]);
+        else
+            attend<float>(t, pieces[i]);
+    }
+}
+
+INLINE void* memory_for(long bytes) {
+    void* memory = malloc((size_t)bytes + 1);
+    if (!memory) abort();
+    return memory;
 }
 
 template <class W>
 static void write_rows(const float* from, long token_stride, long head_stride, const int64_t* slots, long tokens,
-                       long heads, long head_size, W* pool) {
+                       long heads, long head_size, W* pool, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_size >= SERIAL)
     for (long token = 0; token < tokens; token++)
         for (long head = 0; head < heads; head++) {
             const float* x = from + token * token_stride + head * head_stride;
@@ -305,44 +392,71 @@ static void write_rows(const float* from, long token_stride, long head_stride, c
 // Writes rows (tokens, heads, head_size) to their slots of a pool (slots, heads, head_size), rounded to its type.
 REPRISE_EXPORT(reprise_write_kv)
 (const float* from, long token_stride, long head_stride, const int64_t* slots, long tokens, long heads, long head_size,
- void* pool, int is_bf16) {
+ void* pool, int is_bf16, int threads) {
     if (is_bf16)
-        write_rows(from, token_stride, head_stride, slots, tokens, heads, head_size, (bf16*)pool);
+        write_rows(from, token_stride, head_stride, slots, tokens, heads, head_size, (bf16*)pool, threads);
     else
-        write_rows(from, token_stride, head_stride, slots, tokens, heads, head_size, (float*)pool);
+        write_rows(from, token_stride, head_stride, slots, tokens, heads, head_size, (float*)pool, threads);
 }
 
 // Causal attention of every request's `query_lens` last positions over its `kv_lens` keys. Pools are (blocks,
 // block_size, kv_heads, head_size); `table` holds each request's block ids; q is strided, out dense, both by token and
-// head. `window` 0 is none.
+// head. `window` 0 is none; with one, nothing may be shared. A request is a member of one shared prefix at most.
 REPRISE_EXPORT(reprise_attention)
 (const float* q, long q_token, long q_head, const void* key, const void* value, int is_bf16, long block_size,
  long kv_heads, long group, long head_size, const int* table, long table_stride, const int64_t* query_lens,
- const int64_t* kv_lens, long requests, float scale, long window, float* out, int threads) {
-    const Task task{q, q_token, q_head, key, value, block_size, kv_heads, group, head_size,
-                    table, table_stride, scale, window, out};
+ const int64_t* kv_lens, long requests, float scale, long window, const SharedPrefix* shared, long num_shared,
+ const int64_t* members, float* out, int threads) {
+    Task task{q, q_token, q_head, key, value, block_size, kv_heads, group, head_size, table, table_stride,
+              scale, window, out, nullptr, round_up(head_size, VL) + 2};
     const long most_tokens = ROWS / group > 0 ? ROWS / group : 1;
-    long count = 0;
-    for (long r = 0; r < requests; r++) count += (query_lens[r] + most_tokens - 1) / most_tokens * kv_heads;
-    Piece* pieces = (Piece*)malloc((size_t)count * sizeof(Piece));
-    if (!pieces) abort();
-    long index = 0, first = 0;
+    long count = 0, tokens = 0;
+    for (long r = 0; r < requests; r++) {
+        count += (query_lens[r] + most_tokens - 1) / most_tokens * kv_heads;
+        tokens += query_lens[r];
+    }
+    long* first_token = (long*)memory_for((requests + tokens) * (long)sizeof(long));
+    long* skip = (long*)memory_for(requests * (long)sizeof(long));
+    for (long r = 0, first = 0; r < requests; first += query_lens[r++]) {
+        first_token[r] = first;
+        skip[r] = 0;
+    }
+    Piece* pieces = (Piece*)memory_for(count * (long)sizeof(Piece));
+    if (num_shared) {
+        task.state = (float*)memory_for(tokens * kv_heads * group * task.state_stride * (long)sizeof(float));
+        long* list = first_token + requests;
+        long index = 0;
+        for (long g = 0; g < num_shared; g++) {
+            const int64_t* member = members + shared[g].first;
+            long listed = 0;
+            for (long m = 0; m < shared[g].count; m++) {
+                skip[member[m]] = shared[g].keys;
+                for (long i = 0; i < query_lens[member[m]]; i++) list[listed++] = first_token[member[m]] + i;
+            }
+            const long tiles = (listed + most_tokens - 1) / most_tokens;
+            for (long tile = 0; tile < tiles; tile++)
+                for (long head = 0; head < kv_heads; head++) {
+                    const long begin = listed * tile / tiles, end = listed * (tile + 1) / tiles;
+                    pieces[index++] = {(int)member[0], (int)head, list + begin, 0, end - begin, 0, 0, shared[g].keys};
+                }
+            list += listed;
+        }
+        attend_all(task, pieces, index, is_bf16, threads);
+    }
+    long index = 0;
     for (long r = 0; r < requests; r++) {
         const long tiles = (query_lens[r] + most_tokens - 1) / most_tokens;
         // The last tile sees the most keys: it begins first, so that the threads end together.
         for (long tile = tiles - 1; tile >= 0; tile--)
             for (long head = 0; head < kv_heads; head++) {
                 const long begin = query_lens[r] * tile / tiles, end = query_lens[r] * (tile + 1) / tiles;
-                pieces[index++] = {(int)r, (int)head, first + begin, end - begin, kv_lens[r] - query_lens[r] + begin};
+                pieces[index++] = {(int)r, (int)head, nullptr, first_token[r] + begin, end - begin,
+                                   kv_lens[r] - query_lens[r] + begin, skip[r], 0};
             }
-        first += query_lens[r];
     }
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long i = 0; i < count; i++) {
-        if (is_bf16)
-            attend<bf16>(task, pieces[i]);
-        else
-            attend<float>(task, pieces[i]);
-    }
+    attend_all(task, pieces, index, is_bf16, threads);
+    free(task.state);
     free(pieces);
+    free(skip);
+    free(first_token);
 }

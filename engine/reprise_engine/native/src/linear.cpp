@@ -2,8 +2,11 @@
 //
 // One kernel for every number of rows: a block of weight rows against a tile of activation rows, each pair summed in
 // one vector along the input axis. So the sum of an output is the same, bit for bit, whichever rows share the batch.
-// With one row the weights stream from memory once; with many, a block of activations stays in the second-level cache
-// while the weights of a block stay in the first, and the tile is large enough to hide both behind the arithmetic.
+// With few rows the weights stream from memory once, through one tile that takes all rows; with many, a block of
+// activations stays in the second-level cache while the weights of a block stay in the first, and the tile is large
+// enough to hide both behind the arithmetic.
+#include <stdlib.h>
+
 #include "dots.h"
 
 namespace {
@@ -30,62 +33,105 @@ struct Task {
     long out_stride;
 };
 
-// Rows [row, row + rows) of the outputs [first, end) of one part, which begin at `column` of the result.
+// Some rows of the activations in the order of the weights, in this thread's own memory.
+struct Rows {
+    float* x;
+    long stride, first, count;
+};
+
+INLINE float* memory_of(long floats) {
+    static thread_local float* memory = nullptr;
+    static thread_local long size = 0;
+    if (floats > size) {
+        free(memory);
+        memory = (float*)aligned_alloc(64, (size_t)((floats * 4 + 63) / 64 * 64));
+        if (!memory) abort();
+        size = floats;
+    }
+    return memory;
+}
+
 template <class W>
-static void run_part(const Task& t, const Part& part, long column, long first, long end, long row, long rows) {
-    const long tiles = (rows + TILE - 1) / TILE;
-    for (long o = first; o < end; o += BLOCK) {
-        const int blocks = (int)least(BLOCK, end - o);
-        const W* w[BLOCK];
-        for (int b = 0; b < BLOCK; b++) w[b] = (const W*)part.weight + (o + (b < blocks ? b : 0)) * t.inputs;
-        for (long tile = 0; tile < tiles; tile++) {
-            const long begin = row + rows * tile / tiles, stop = row + rows * (tile + 1) / tiles;
-            float sums[TILE][BLOCK];
-            dots_of<W, BLOCK>((int)(stop - begin), w, t.x + begin * t.x_stride, t.x_stride, t.inputs, sums);
-            for (long r = begin; r < stop; r++) {
-                float* out = t.out + r * t.out_stride + column + o;
-                for (int b = 0; b < blocks; b++) {
-                    const float value = sums[r - begin][b] + (part.bias ? part.bias[o + b] : 0.0f);
-                    out[b] = t.epilogue == ADD ? out[b] + value : value;
-                }
-            }
+static Rows take_rows(const Task& t, long first, long count) {
+    // A vector more than the row, or rows would fall on the same lines of the cache.
+    const long stride = (t.inputs + VL - 1) / VL * VL + VL;
+    const Rows rows{memory_of(count * stride), stride, first, count};
+    for (long r = 0; r < count; r++)
+        ordered<W>(t.x + (first + r) * t.x_stride, t.inputs, 1.0f, rows.x + r * stride);
+    return rows;
+}
+
+// Outputs [first, end) of one part, which begin at `column` of the result.
+template <class W, int B>
+INLINE void write_part(const Task& t, const Part& part, long column, long o, int blocks, long row, long rows,
+                       const float* sums) {
+    for (long r = 0; r < rows; r++) {
+        float* out = t.out + (row + r) * t.out_stride + column + o;
+        for (int b = 0; b < blocks; b++) {
+            const float value = sums[r * B + b] + (part.bias ? part.bias[o + b] : 0.0f);
+            out[b] = t.epilogue == ADD ? out[b] + value : value;
         }
     }
 }
 
 // silu(gate) * up: half of a block is rows of the gate's matrix, half the same rows of the other.
-template <class W>
-static void run_swiglu(const Task& t, long first, long end, long row, long rows) {
-    constexpr int HALF = BLOCK / 2;
+template <class W, int B>
+INLINE void write_swiglu(const Task& t, long o, int pairs, long row, long rows, const float* sums) {
+    constexpr int HALF = B / 2;
     const Part &gate = t.parts[0], &up = t.parts[1];
-    const long tiles = (rows + TILE - 1) / TILE;
-    for (long o = first; o < end; o += HALF) {
-        const int pairs = (int)least(HALF, end - o);
-        const W* w[BLOCK];
+    float gates[TILE * BLOCK + VL] = {}, ups[TILE * BLOCK + VL] = {};
+    for (long r = 0; r < rows; r++)
         for (int b = 0; b < HALF; b++) {
-            const long at = (o + (b < pairs ? b : 0)) * t.inputs;
-            w[b] = (const W*)gate.weight + at;
-            w[HALF + b] = (const W*)up.weight + at;
+            gates[r * HALF + b] = sums[r * B + b] + (gate.bias && b < pairs ? gate.bias[o + b] : 0.0f);
+            ups[r * HALF + b] = sums[r * B + HALF + b] + (up.bias && b < pairs ? up.bias[o + b] : 0.0f);
+        }
+    for (long i = 0; i < rows * HALF; i += VL) {
+        const vf g = load(gates + i);
+        store(gates + i, g / (splat(1.0f) + exponential(-g)) * load(ups + i));
+    }
+    for (long r = 0; r < rows; r++)
+        for (int b = 0; b < pairs; b++) t.out[(row + r) * t.out_stride + o + b] = gates[r * HALF + b];
+}
+
+// All of `rows` against the outputs [first, end) of part `p`, B rows of weights at a time, `tiles` times.
+template <class W, int B, class Dots>
+INLINE void run_blocks(const Task& t, int p, long column, long first, long end, const Rows& rows, long tiles,
+                       const Dots& dots_of_tile) {
+    const bool swiglu = t.epilogue == SWIGLU;
+    const int step = swiglu ? B / 2 : B;
+    // The next block, by then the weights' way from memory is over.
+    const long ahead = step * t.inputs * (long)sizeof(W);
+    for (long o = first; o < end; o += step) {
+        const int wanted = (int)least(step, end - o);
+        const W* w[B];
+        for (int b = 0; b < B; b++) {
+            const int within = b % step;
+            const Part& part = t.parts[swiglu && b >= step ? 1 : p];
+            w[b] = (const W*)part.weight + (o + (within < wanted ? within : 0)) * t.inputs;
         }
         for (long tile = 0; tile < tiles; tile++) {
-            const long begin = row + rows * tile / tiles, stop = row + rows * (tile + 1) / tiles;
-            float sums[TILE][BLOCK];
-            float gates[TILE * BLOCK + VL] = {}, ups[TILE * BLOCK + VL] = {};
-            dots_of<W, BLOCK>((int)(stop - begin), w, t.x + begin * t.x_stride, t.x_stride, t.inputs, sums);
-            const int count = (int)(stop - begin);
-            for (int r = 0; r < count; r++)
-                for (int b = 0; b < HALF; b++) {
-                    gates[r * HALF + b] = sums[r][b] + (gate.bias && b < pairs ? gate.bias[o + b] : 0.0f);
-                    ups[r * HALF + b] = sums[r][HALF + b] + (up.bias && b < pairs ? up.bias[o + b] : 0.0f);
-                }
-            for (int i = 0; i < count * HALF; i += VL) {
-                const vf g = load(gates + i);
-                store(gates + i, g / (splat(1.0f) + exponential(-g)) * load(ups + i));
-            }
-            for (int r = 0; r < count; r++)
-                for (int b = 0; b < pairs; b++) t.out[(begin + r) * t.out_stride + o + b] = gates[r * HALF + b];
+            const long begin = rows.count * tile / tiles, stop = rows.count * (tile + 1) / tiles;
+            float sums[TILE * BLOCK];
+            dots_of_tile((int)(stop - begin), w, rows.x + begin * rows.stride, tile == 0 ? ahead : 0, sums);
+            if (swiglu)
+                write_swiglu<W, B>(t, o, wanted, rows.first + begin, stop - begin, sums);
+            else
+                write_part<W, B>(t, t.parts[p], column, o, wanted, rows.first + begin, stop - begin, sums);
         }
     }
+}
+
+template <class W>
+static void run_rows(const Task& t, int p, long column, long first, long end, const Rows& rows) {
+    if (rows.count == 1)
+        return run_blocks<W, 2 * BLOCK>(t, p, column, first, end, rows, 1,
+                                        [&](int, const W* const* w, const float* x, long ahead, float* sums) INLINE_LAMBDA {
+                                            dots<W, 1, 2 * BLOCK>(w, x, rows.stride, t.inputs, ahead, sums);
+                                        });
+    run_blocks<W, BLOCK>(t, p, column, first, end, rows, (rows.count + TILE - 1) / TILE,
+                         [&](int count, const W* const* w, const float* x, long ahead, float* sums) INLINE_LAMBDA {
+                             dots_of<W, BLOCK>(count, w, x, rows.stride, t.inputs, ahead, sums);
+                         });
 }
 
 template <class W>
@@ -97,22 +143,24 @@ static void run(const Task& t, int threads) {
     long chunks = 0;
     for (int p = 0; p < parts; p++) chunks += (t.parts[p].outputs + chunk - 1) / chunk;
     const long row_blocks = (t.rows + row_block - 1) / row_block;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long item = 0; item < chunks * row_blocks; item++) {
-        const long row = item / chunks * row_block, rows = least(row_block, t.rows - row);
-        long index = item % chunks, column = 0;
-        int p = 0;
-        for (;; p++) {
-            const long of_part = (t.parts[p].outputs + chunk - 1) / chunk;
-            if (index < of_part) break;
-            index -= of_part;
-            column += t.parts[p].outputs;
+#pragma omp parallel num_threads(threads)
+    {
+        Rows rows{nullptr, 0, -1, 0};
+#pragma omp for schedule(dynamic)
+        for (long item = 0; item < chunks * row_blocks; item++) {
+            const long row = item / chunks * row_block;
+            if (rows.first != row) rows = take_rows<W>(t, row, least(row_block, t.rows - row));
+            long index = item % chunks, column = 0;
+            int p = 0;
+            for (;; p++) {
+                const long of_part = (t.parts[p].outputs + chunk - 1) / chunk;
+                if (index < of_part) break;
+                index -= of_part;
+                column += t.parts[p].outputs;
+            }
+            const long first = index * chunk;
+            run_rows<W>(t, p, column, first, least(first + chunk, t.parts[p].outputs), rows);
         }
-        const long first = index * chunk, end = least(first + chunk, t.parts[p].outputs);
-        if (t.epilogue == SWIGLU)
-            run_swiglu<W>(t, first, end, row, rows);
-        else
-            run_part<W>(t, t.parts[p], column, first, end, row, rows);
     }
 }
 

@@ -17,6 +17,7 @@
 // The exported name of a kernel: reprise_linear_avx512 …
 #define REPRISE_EXPORT(name) extern "C" __attribute__((visibility("default"))) void REPRISE_JOIN(name, LEVEL)
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 #define VL 16

@@ -1,0 +1,98 @@
+"""Peak memory of one forward pass on a CPU, where activations are float32, counted from the shapes.
+
+    phases, one at a time: the embedding, the layers, the final norm, the head (logits, then the sampler's rows)
+
+`tests/engine/test_cpu_activations.py` runs the largest steps and compares, on the kernels and on plain torch.
+Letters as in `attention/base.py`, and: D hidden size, I inner size of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reprise_engine.attention.shared_prefixes import MOST_NEW_TOKENS
+from reprise_engine.config import SchedulerConfig
+from reprise_engine.models.spec import ModelSpec
+
+_FLOAT = 4
+_MIB = 1024**2
+# Of the kernels, for each thread: a block of activations and the tiles of the attention.
+_KERNEL_BYTES_PER_THREAD = 1 * _MIB
+# Keys gathered at once for a group of decoding requests, and rows of a tile of a prompt (attention/cpu.py).
+_GATHERED_KEYS = 16384
+_TILE_ROWS = 256
+# Bytes of a tile's mask for each key: booleans twice, floats.
+_MASK_BYTES = _TILE_ROWS * 6
+# Widened weights (models/upcast.py) and torch's own buffers for each thread.
+_PLAIN_BYTES_PER_THREAD = 2 * _MIB
+# Plain torch allocates and frees dozens of large tensors of different sizes a layer: what the C library's allocator
+# holds beyond those that live at once (measured, at 1.0 to 1.4).
+_PLAIN_FRAGMENTATION = 1.35
+# Rows sampled at once (sampler.py) and the bytes one of their scores takes: scores, their copies, the sorted ones with
+# their tokens, masks, cumulative sums in float64.
+_SAMPLED_ROWS = 16
+_BYTES_PER_SAMPLED_SCORE = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestStep:
+    """What bounds a step: `tokens` new ones, `sampled` rows of logits, sequences of up to `max_model_len`."""
+
+    tokens: int
+    sampled: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, scheduler: SchedulerConfig, *, max_model_len: int) -> LargestStep:
+        tokens = scheduler.batched_tokens(max_model_len=max_model_len)
+        return cls(tokens=tokens, sampled=min(scheduler.max_num_seqs, tokens), max_model_len=max_model_len)
+
+
+def estimate_cpu_activations(
+    spec: ModelSpec, step: LargestStep, *, native: bool, kv_element_bytes: int, threads: int
+) -> int:
+    """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch."""
+    hidden = _FLOAT * step.tokens * spec.hidden_size
+    head = hidden + _head(spec, step)
+    # The definition of OPT runs in plain torch, but for its linear layers and its attention.
+    if native and spec.architecture != "OPTForCausalLM":
+        scratch = _native_scratch(spec, step)
+        # The embedding's output, the residual stream, and what the final norm makes of it.
+        layers = 3 * hidden + 2 * _FLOAT * step.tokens * spec.head_dim + _native_mlp(spec, step)
+        return scratch + max(layers, head) + threads * _KERNEL_BYTES_PER_THREAD
+    gathered = 0 if native else _gathered(spec, step, kv_element_bytes)
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    attention = 3 * _FLOAT * step.tokens * heads * spec.head_dim + gathered
+    inner = max(spec.intermediate_size, spec.expert_size * spec.experts_per_token)
+    mlp = 4 * _FLOAT * step.tokens * inner
+    peak = max(4 * hidden + max(attention, mlp), head) + threads * _PLAIN_BYTES_PER_THREAD
+    return int(peak * _PLAIN_FRAGMENTATION)
+
+
+def _native_scratch(spec: ModelSpec, step: LargestStep) -> int:
+    """What native/layer.py allocates for a step, and the states of shared prefixes (attention.cpp)."""
+    query = spec.num_heads * spec.head_dim
+    inner = 0 if spec.expert_size else spec.intermediate_size
+    row = spec.hidden_size + max(inner, 2 * query + 2 * spec.num_kv_heads * spec.head_dim)
+    grouped = min(step.tokens, MOST_NEW_TOKENS * step.sampled)
+    return _FLOAT * (step.tokens * row + grouped * (query + 2 * spec.num_heads))
+
+
+def _native_mlp(spec: ModelSpec, step: LargestStep) -> int:
+    """Where it is a mixture: the normed input, the sum, and one expert's input, inner rows, output and its product."""
+    return _FLOAT * step.tokens * (4 * spec.hidden_size + spec.expert_size) if spec.expert_size else 0
+
+
+def _gathered(spec: ModelSpec, step: LargestStep, kv_element_bytes: int) -> int:
+    """Keys and values of one layer copied for plain torch, and the mask over them."""
+    keys = max(step.max_model_len, min(_GATHERED_KEYS, step.sampled * step.max_model_len))
+    # Both in float32, and the values in the pool's own dtype before they are widened.
+    per_key = 2 * _FLOAT + (kv_element_bytes if kv_element_bytes != _FLOAT else 0)
+    mask = _MASK_BYTES * step.max_model_len if step.tokens > 1 else 0
+    return keys * spec.num_kv_heads * spec.head_dim * per_key + mask
+
+
+def _head(spec: ModelSpec, step: LargestStep) -> int:
+    """Logits, a copy with penalties, and the rows being drawn."""
+    logits = _FLOAT * step.sampled * spec.vocab_size
+    return 2 * logits + min(step.sampled, _SAMPLED_ROWS) * spec.vocab_size * _BYTES_PER_SAMPLED_SCORE
