@@ -135,6 +135,12 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _folder(text: str) -> Path:
+    if not text:  # Path would take it for the working directory: "$CACHE" where that is not set
+        raise argparse.ArgumentTypeError("is empty; give a folder, or leave the flag out")
+    return Path(text)
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -226,7 +232,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         help="host memory for blocks that the pool has no room for, such as 4GiB (0: none)",
     )
     cache.add_argument(
-        "--prefix-cache-dir", type=Path, metavar="DIR", help="folder where blocks outlive the server (none)"
+        "--prefix-cache-dir", type=_folder, metavar="DIR", help="folder where blocks outlive the server (none)"
     )
     cache.add_argument(
         "--prefix-cache-disk-size",
