@@ -240,6 +240,17 @@ def test_a_consumer_that_does_not_read_stalls_nobody_and_costs_bounded_memory(
         sleeper.close()
 
 
+def test_one_connection_may_ask_for_replay_after_replay(tmp_path: Path) -> None:
+    settings = config(tmp_path, buffer_steps=5)
+    with publishing(settings) as publisher, consuming(settings) as consumer:
+        for sent in range(20):
+            publisher.publish(stored(sent))
+        consumer.follow(19)
+        for start in (0, 17, 0, 19, 0, 16, 0):
+            answer = consumer.replay(start)
+            assert [number for number, _ in answer] == list(range(max(start, 14), 20))
+
+
 def test_who_asks_for_replays_on_and_on_keeps_nothing_from_the_others(tmp_path: Path) -> None:
     settings = config(tmp_path)
     stop = threading.Event()

@@ -131,8 +131,8 @@ class ZmqPublisher:
         _open(pub, "endpoint", config.endpoint, bind=config.binds)
         if self._replay is not None and config.replay_endpoint is not None:
             # One whole answer fits, so a consumer that reads gets all of it; one that asks on and on and reads nothing
-            # costs no more.
-            self._replay.setsockopt(zmq.SNDHWM, config.buffer_steps + 2)
+            # costs no more. Twice its messages: up to half of the mark, what was read may still count as unread.
+            self._replay.setsockopt(zmq.SNDHWM, 2 * (config.buffer_steps + 2))
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._replay.setsockopt(zmq.MAXMSGSIZE, _LONGEST_REQUEST)
             _open(self._replay, "replay_endpoint", config.replay_endpoint, bind=True)
