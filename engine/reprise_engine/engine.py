@@ -49,6 +49,10 @@ from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
 
+_SHORT_SPIN = ("GOMP_SPINCOUNT", "500")
+"""OpenMP's threads wait for each other dozens of times a token. By default they spin for milliseconds, and where a
+neighbour wants a processor, decoding falls to a fraction (docs/cpu-performance.md). This is some microseconds."""
+
 Inbox = asyncio.Queue[RequestOutput | EngineDead]
 
 
@@ -116,6 +120,8 @@ class EngineClient:
         environment = dict(os.environ)
         if not sys.stderr.isatty():
             environment.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars make a mess of a log
+        if "OMP_WAIT_POLICY" not in environment:
+            environment.setdefault(*_SHORT_SPIN)
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         try:

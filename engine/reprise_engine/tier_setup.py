@@ -12,6 +12,7 @@ from reprise_engine.errors import ConfigError
 from reprise_engine.kv.tiering import Tiering
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.native import Kernels
+from reprise_engine.native.build import library_path
 from reprise_engine.runner.transfer import KVTransfer, create_transfer
 from reprise_engine.tiers.disk import DiskStore
 from reprise_engine.tiers.fingerprint import content_files, fingerprint_files
@@ -97,7 +98,8 @@ def build_tiers(
 def _identity(cache: CacheConfig, model: LoadedModel, *, block_size: int, kernels: Kernels | None) -> CacheIdentity:
     files, spec = model.files, model.spec
     if model.device.type == "cpu":
-        arithmetic = "cpu-torch" if kernels is None else f"cpu-native-{kernels.level}"
+        # The library's name carries the digest of its sources: other kernels round otherwise.
+        arithmetic = "cpu-torch" if kernels is None else f"cpu-{kernels.level}-{library_path().stem}"
     else:
         arithmetic = model.device.type
     return CacheIdentity(

@@ -193,6 +193,13 @@ def test_the_tiers_flags_reach_their_fields() -> None:
     assert (cache.prefix_cache_dir, cache.prefix_cache_host_memory) == (None, 0)
 
 
+def test_an_empty_cache_folder_is_not_the_working_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options("m", "--prefix-cache-dir", "")
+    assert ended.value.code == 2
+    assert "--prefix-cache-dir: is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reprise_engine.errors import ConfigError
 from reprise_engine.tiers import trouble
 from reprise_engine.tiers.disk import DiskStore
 from reprise_engine.tiers.folder import FOLDER_NAME
@@ -183,6 +184,13 @@ def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture, monkeyp
         assert store.clear() == written
         assert put(store, written)
         assert "written to again" in caplog.records[-1].getMessage()
+
+
+def test_a_disk_that_is_full_before_the_folder_is_made(small_disk: Path) -> None:
+    with (small_disk / "foreign").open("wb", buffering=0) as file:
+        assert file.write(bytes(2 << 20)) == 1 << 20
+    with pytest.raises(ConfigError, match=r"No space left on device\. Free space on that disk, or leave the flag out"):
+        open_store(small_disk)
 
 
 def test_writes_that_the_system_cuts_short(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def test_damaged_memory_is_not_believed(model: Path, cache: Path) -> None:
     flipped = text.replace(digests[0], digests[0][::-1])
     assert flipped != text
     assert path.stat().st_mode & 0o777 == 0o600
-    for damage in (flipped, "", "{}", "[]", text[:-5], text.replace("-", "+", 1), '{"check": "x", "digests": []}'):
+    nested = "[" * 100_000
+    wrong = '{"check": "x", "digests": []}'
+    for damage in (flipped, "", "{}", "[]", nested, wrong, text[:-5], text.replace("-", "+", 1)):
         path.write_text(damage)
         assert of(model, cache) == before
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from reprise_engine.tiers import journal as journal_module
+from reprise_engine.tiers import trouble
 from reprise_engine.tiers.folder import FOLDER_NAME, PrivateFolder, create_file
 from reprise_engine.tiers.writers import Writer
 from tests.engine.disk_stores import (
@@ -154,3 +156,22 @@ def test_what_a_living_process_is_writing_is_not_cleaned_up(folder: Path) -> Non
     with closing(open_store(folder)):
         assert temporary_files(folder) == []
     assert list((folder / FOLDER_NAME / "writers").iterdir()) == []
+
+
+def test_what_a_reset_cannot_delete_is_not_served_and_goes_with_the_next_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "LOCK_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(trouble, "RETRY_SECONDS", 0.0)
+    with closing(open_store(tmp_path)) as store:
+        assert put(store, 1)
+        with (tmp_path / FOLDER_NAME / "journal").open("rb") as journal:
+            fcntl.flock(journal, fcntl.LOCK_EX)  # a neighbour that is stopped
+            assert store.clear() == 0
+            assert store.stats().failures == 1
+            assert block(1).key not in store
+            assert get(store, 1) is None
+        assert put(store, 2)
+        assert block(1).key not in store
+        assert get(store, 1) is None
+        assert get(store, 2) == block(2).payload

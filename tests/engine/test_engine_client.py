@@ -131,6 +131,25 @@ async def test_what_the_engine_refuses_is_raised_and_nothing_else_stops() -> Non
         assert tokens_of(await outputs_of(engine, request("a", name="next", max_tokens=1))) == [98]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "500"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+async def test_the_engines_threads_spin_briefly_unless_told_otherwise(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    async with client() as engine:
+        assert psutil.Process(engine.pid).environ().get("GOMP_SPINCOUNT") == expected
+
+
 async def test_the_prefix_cache_can_be_reset() -> None:
     async with client() as engine:
         await outputs_of(engine, request("abcdefgh"))

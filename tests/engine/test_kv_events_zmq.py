@@ -6,11 +6,13 @@ import gc
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,55 @@ def test_a_consumer_that_does_not_read_stalls_nobody_and_costs_bounded_memory(
         sleeper.close()
 
 
+def test_one_connection_may_ask_for_replay_after_replay(tmp_path: Path) -> None:
+    settings = config(tmp_path, buffer_steps=5)
+    with publishing(settings) as publisher, consuming(settings) as consumer:
+        for sent in range(20):
+            publisher.publish(stored(sent))
+        consumer.follow(19)
+        for start in (0, 17, 0, 19, 0, 16, 0):
+            answer = consumer.replay(start)
+            assert [number for number, _ in answer] == list(range(max(start, 14), 20))
+
+
+def test_who_asks_for_replays_on_and_on_keeps_nothing_from_the_others(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    stop = threading.Event()
+
+    def ask() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(settings.replay_endpoint or "")
+            while not stop.is_set():
+                with suppress(zmq.Again):
+                    dealer.send_multipart((b"", bytes(8)), zmq.NOBLOCK)
+                while dealer.poll(0):
+                    dealer.recv_multipart()
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    with publishing(settings) as publisher, consuming(settings) as consumer:
+        for sent in range(500):
+            publisher.publish(stored(sent))
+        consumer.follow(499)
+        for asker in askers:
+            asker.start()
+        try:
+            time.sleep(0.5)  # until their questions pile up
+            publisher.publish(stored(500))
+            deadline = time.monotonic() + 30
+            while consumer.next <= 500 and time.monotonic() < deadline:
+                consumer.poll()
+            begun = time.monotonic()
+            publisher.close()
+            closed = time.monotonic() - begun
+        finally:
+            stop.set()
+            for asker in askers:
+                asker.join()
+        assert consumer.next == 501
+        assert closed < 4.0, "the thread was told to end, and given up"
+
+
 def _until(condition: Any, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -260,7 +311,24 @@ def test_an_endpoint_in_use_is_a_config_error_and_files_are_private(tmp_path: Pa
     with pytest.raises(ConfigError, match="No such file or directory"):
         open_publisher(missing, WireFormat())
     with publishing(config(tmp_path)):
+        with pytest.raises(ConfigError, match=r"cannot listen on endpoint 'ipc.*: Address already in use"):
+            open_publisher(config(tmp_path), WireFormat())
         assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("pub", "rep")} == {0o600}
+
+
+def test_a_file_is_no_endpoint_and_stays_but_a_dead_publishers_socket_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "pub").write_text("precious")
+    with pytest.raises(ConfigError, match=r"cannot listen on endpoint 'ipc.*/pub': File exists"):
+        open_publisher(config(tmp_path), WireFormat())
+    assert (tmp_path / "pub").read_text() == "precious"
+    (tmp_path / "pub").unlink()
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(tmp_path / "pub"))
+    with publishing(config(tmp_path)) as publisher, consuming(config(tmp_path)) as consumer:
+        publisher.publish(stored(1))
+        consumer.follow(0)
+    with pytest.raises(ConfigError, match=r"endpoint is 'ipc://\*'"):
+        KVEventsConfig(enable_kv_cache_events=True, endpoint="ipc://*")
 
 
 def test_a_publisher_may_connect_to_a_router_that_binds() -> None:

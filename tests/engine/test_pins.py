@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_the_admin_endpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
             ({"prompt": ""}, "prompt"),
             ({"prompt": [99_999]}, "99999"),
             ({"prompt": "a", "name": "no/slash"}, "name"),
+            ({"prompt": "a", "name": ".."}, "name"),  # clients take it out of the path: never unpinned
             ({"prompt": "a", "cache_salt": "s" * 257}, "cache_salt"),
         ):
             response = admin("POST", "/pins", **body)
@@ -237,13 +239,35 @@ def test_warm_up_prompts_are_pinned_before_readiness(
     assert "2 of 5 prompts" in caplog.text
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"], ids=["missing", "not text"])
+def test_only_a_line_feed_ends_a_line_of_a_warm_up_file(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    prompts = ["a\u2028b", "c\u0085d", "ef"]  # JSON may hold these as they are
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    caplog.set_level(logging.INFO)
+    options = fake_options(tmp_path_factory.mktemp("model"), api_keys=("secret",), warmup_prompts=file)
+    with running_server(options) as server:
+        report = server.client.get("/v1/admin/prefix_cache", headers=KEY).json()
+    assert [pin["name"] for pin in report["pins"]] == ["warmup-1", "warmup-2", "warmup-3"]
+    assert "3 of 3 prompts" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00", "folder", "pipe"])
 def test_a_warm_up_file_that_cannot_be_read_is_logged_and_no_more(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture, content: bytes | None
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | str | None,
 ) -> None:
     file = tmp_path / "prompts.txt"
-    if content is not None:
+    if isinstance(content, bytes):
         file.write_bytes(content)
+    elif content == "folder":
+        file.mkdir()
+    elif content == "pipe":
+        os.mkfifo(file)
     with running_server(fake_options(tmp_path_factory.mktemp("model"), warmup_prompts=file)) as server:
         assert server.client.get("/health").status_code == 200
     assert f"warm-up: {file} " in caplog.text

@@ -28,6 +28,9 @@ class MemoryStore:
     gate: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
     closed: bool = False
+    forgotten: bool = False
+    writing: threading.Event = field(default_factory=threading.Event)
+    """Set by every write that begins."""
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self.records
@@ -46,11 +49,15 @@ class MemoryStore:
         return True
 
     def write(self, key: BlockKey, *, parent: BlockKey | None, tokens: bytes, payload: memoryview) -> bool:
+        self.writing.set()
         self.gate.wait()
         if self.error is not None:
             raise self.error
         self.records[key] = parent, tokens, bytes(payload)
         return True
+
+    def forget(self) -> None:
+        self.forgotten = True
 
     def clear(self) -> int:
         count = len(self.records)
@@ -142,6 +149,29 @@ def test_clear_forgets_what_waits_to_be_written() -> None:
     assert sum(one.good for one in done) <= 1
     assert ONE.key not in worker
     worker.close(60)
+
+
+def test_a_disk_that_hangs_holds_up_a_reset_for_a_second_and_serves_nothing_older() -> None:
+    worker, store, _ = make()
+    worker.write(SlotId(0), ONE)
+    assert [done.good for done in ended(worker, 1)] == [True]
+    store.gate.clear()
+    store.writing.clear()
+    worker.write(SlotId(1), TWO)
+    assert store.writing.wait(60)
+    answers: list[int] = []
+    resets = [threading.Thread(target=lambda: answers.append(worker.clear())) for _ in range(2)]
+    for reset in resets:
+        reset.start()
+    for reset in resets:
+        reset.join(60)
+        assert not reset.is_alive(), "the engine waits for the disk"
+    assert answers == [0, 0]
+    assert store.forgotten
+    store.gate.set()
+    ended(worker, 1)
+    worker.close(60)
+    assert not store.records
 
 
 def test_close_writes_what_waits_and_closes_the_store() -> None:

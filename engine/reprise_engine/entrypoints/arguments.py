@@ -25,6 +25,7 @@ from reprise_engine.config import (
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
 from reprise_engine.entrypoints.values import (
+    folder,
     json_object,
     model_length,
     number_with_suffix,
@@ -163,7 +164,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         help="host memory for blocks that the pool has no room for, such as 4GiB (0: none)",
     )
     cache.add_argument(
-        "--prefix-cache-dir", type=Path, metavar="DIR", help="folder where blocks outlive the server (none)"
+        "--prefix-cache-dir", type=folder, metavar="DIR", help="folder where blocks outlive the server (none)"
     )
     cache.add_argument(
         "--prefix-cache-disk-size",

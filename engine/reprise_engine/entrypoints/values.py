@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}
@@ -77,3 +78,9 @@ def json_object(text: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def folder(text: str) -> Path:
+    if not text:  # Path would take it for the working directory: "$CACHE" where that is not set
+        raise argparse.ArgumentTypeError("is empty; give a folder, or leave the flag out")
+    return Path(text)

@@ -14,7 +14,7 @@ FLAG = "--kv-events-config"
 Encoding = Literal["map", "array"]
 
 _TCP = re.compile(r"tcp://(?P<host>[^\s/]+):(?P<port>\d{1,5})")
-_IPC = re.compile(r"ipc://\S+")
+_IPC = re.compile(r"ipc://(?!\*$)\S+")  # with * ZeroMQ draws a name that nobody knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,11 @@ that does not read costs at most `hwm` batches of memory; what it misses it sees
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import socket as socketlib
+import stat
 import threading
 import time
 from collections import deque
@@ -128,8 +131,8 @@ class ZmqPublisher:
         _open(pub, "endpoint", config.endpoint, bind=config.binds)
         if self._replay is not None and config.replay_endpoint is not None:
             # One whole answer fits, so a consumer that reads gets all of it; one that asks on and on and reads nothing
-            # costs no more.
-            self._replay.setsockopt(zmq.SNDHWM, config.buffer_steps + 2)
+            # costs no more. Twice its messages: up to half of the mark, what was read may still count as unread.
+            self._replay.setsockopt(zmq.SNDHWM, 2 * (config.buffer_steps + 2))
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._replay.setsockopt(zmq.MAXMSGSIZE, _LONGEST_REQUEST)
             _open(self._replay, "replay_endpoint", config.replay_endpoint, bind=True)
@@ -182,25 +185,25 @@ class ZmqPublisher:
             self._log.append(batch)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frames = replay.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(frames) != 3 or len(frames[2]) != 8:
-                logger.debug("a replay request is not [empty, 8 bytes]; it is ignored")
-                continue
-            client = frames[0]
-            try:
-                for batch in self._log.since(int.from_bytes(frames[2], "big")):
-                    payload = self._wire.encode(batch.events, timestamp=batch.timestamp)
-                    replay.send_multipart((client, b"", _number(batch.sequence), payload), zmq.NOBLOCK)
-                replay.send_multipart((client, b"", _END, b""), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                # It has gone, or asks again and again without reading: it sees that there is no end, and asks anew.
-                logger.debug("a replay broke off: %s", error)
-            except Exception:
-                logger.exception("a replay of KV events broke off")
+        """One request, so that those who ask on and on do not keep from the others what is new."""
+        try:
+            frames = replay.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.debug("a replay request is not [empty, 8 bytes]; it is ignored")
+            return
+        client = frames[0]
+        try:
+            for batch in self._log.since(int.from_bytes(frames[2], "big")):
+                payload = self._wire.encode(batch.events, timestamp=batch.timestamp)
+                replay.send_multipart((client, b"", _number(batch.sequence), payload), zmq.NOBLOCK)
+            replay.send_multipart((client, b"", _END, b""), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # It has gone, or asks again and again without reading: it sees that there is no end, and asks anew.
+            logger.debug("a replay broke off: %s", error)
+        except Exception:
+            logger.exception("a replay of KV events broke off")
 
     def _warn(self, *, at_once: bool) -> None:
         dropped, now = self.dropped, time.monotonic()
@@ -220,19 +223,39 @@ class ZmqPublisher:
 def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, *, bind: bool) -> None:
     if "[" in endpoint or "::" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
+    path = endpoint.removeprefix("ipc://")
+    is_file = bind and path != endpoint and not path.startswith("@")
     try:
+        if is_file:
+            _check_free(path)
         if bind:
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)
-    except zmq.ZMQError as error:
+        if is_file:
+            os.chmod(path, 0o600)
+    except (OSError, zmq.ZMQError) as error:
         what = "listen on" if bind else "connect to"
-        raise ConfigError(
-            f"{FLAG}: cannot {what} {name} {endpoint!r}: {zmq.strerror(error.errno or 0)}; choose another one."
-        ) from error
-    path = endpoint.removeprefix("ipc://")
-    if bind and path != endpoint and not path.startswith("@"):
-        os.chmod(path, 0o600)
+        why = zmq.strerror(error.errno or 0)  # the system's numbers, and ZeroMQ's own
+        raise ConfigError(f"{FLAG}: cannot {what} {name} {endpoint!r}: {why}; choose another one.") from error
+
+
+def _check_free(path: str) -> None:
+    """Raises OSError where a file or a living socket has that name: ZeroMQ would put its own socket in its place."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    except FileNotFoundError:
+        return
+    with socketlib.socket(socketlib.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return  # left over by a process that was killed
+        except BlockingIOError:
+            pass  # so many wait to be accepted
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _number(sequence: int) -> bytes:

@@ -7,6 +7,7 @@ with the fields of `PinBody`, where the file's name ends in `.jsonl`; else the w
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 import uuid
@@ -142,7 +143,10 @@ async def _warm_up_one(model: Loaded, file: Path, number: int, body: PinBody | s
 def _read(file: Path) -> list[tuple[int, PinBody | str]]:
     """(line number, prompt, or what is wrong with the line). Raises OSError, UnicodeDecodeError."""
     prompts: list[tuple[int, PinBody | str]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    if file.exists() and not (file.is_file() or file.is_dir()):  # reading a pipe or a device may never end
+        raise OSError(errno.EINVAL, "It is not a regular file")
+    # Not splitlines(): JSON may hold U+2028 and its like as they are.
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         if file.suffix != ".jsonl":

@@ -337,7 +337,7 @@ class DetokenizeBody(Body):
 class PinBody(Body):
     """POST /v1/admin/prefix_cache/pins, and a line of a warm-up file: `prompt`, a text or token ids, or `messages`."""
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")] | None = None
+    name: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[.:@-]*\w[\w.:@-]*$")] | None = None
     """None takes a new one."""
     prompt: NonEmpty | Annotated[list[TokenIdField], Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessageBody], Field(min_length=1)] | None = None

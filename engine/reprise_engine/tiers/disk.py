@@ -79,6 +79,7 @@ class DiskStore:
         self._trouble = Trouble(folder)
         self._commit = threading.Lock()
         self._closed = threading.Event()
+        self._forgotten = False
         self._session, records = open_session(folder)
         self._start(records)
         self._watch = threading.Thread(target=self._watch_others, name="reprise-disk-store", daemon=True)
@@ -88,7 +89,7 @@ class DiskStore:
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether the record is there, as far as known: O(1), no I/O, no lock."""
-        return self._name(key) in self._books and not self._closed.is_set()
+        return self._name(key) in self._books and not (self._forgotten or self._closed.is_set())
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Makes these the most recently used records, the last key last: O(1) a key, no I/O.
@@ -113,7 +114,7 @@ class DiskStore:
             raise ValueError(f"into has {into.nbytes} bytes, a payload {self._payload_bytes}")
         if self._closed.is_set():
             return False
-        served = self._read(key, self._head(key, parent, tokens), into.cast("B"))
+        served = not self._forgotten and self._read(key, self._head(key, parent, tokens), into.cast("B"))
         if served:
             self._counters.add(hits=1)
         else:
@@ -177,6 +178,10 @@ class DiskStore:
         try:
             if self._trouble.folder_lost:
                 self._reopen()
+            if self._forgotten:
+                self.clear()
+                if self._forgotten:
+                    return False
             if name in self._books and record_mtime(self._session.folder, name) is not None:
                 self._books.touch((name,))
                 return True
@@ -254,8 +259,14 @@ class DiskStore:
             self._books.remove(name)
         self._session.journal.append([Change(name, None) for name in names])
 
+    def forget(self) -> None:
+        """Serves none of the records that are there, until clear() has deleted them."""
+        self._forgotten = True
+
     def clear(self) -> int:
-        """Deletes all records of this identity; how many. What cannot be deleted is counted as a failure."""
+        """Deletes all records of this identity; how many. What cannot be deleted is counted as a failure, and not
+        served: the next write tries again."""
+        self._forgotten = True
         freed = 0
         try:
             with self._exclusive():
@@ -265,6 +276,7 @@ class DiskStore:
                 with self._exclusive():
                     self._remove(batch)
                 freed += len(batch)
+            self._forgotten = False
         except OSError as error:
             self._failed("delete", error)
         return freed

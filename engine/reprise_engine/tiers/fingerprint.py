@@ -153,7 +153,7 @@ def _read_digests(folder: PrivateFolder) -> dict[str, str]:
         return dict(digests)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         logger.warning("%s is damaged; the weights are hashed anew.", folder.path / DIGESTS_NAME)
         return {}
 

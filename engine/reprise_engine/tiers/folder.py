@@ -40,13 +40,13 @@ class PrivateFolder:
         except FileExistsError as error:
             raise ConfigError(f"--prefix-cache-dir is {given}, which is not a folder. Give a folder.") from error
         except OSError as error:
-            raise _unusable(given, error) from error
+            raise unusable(given, error) from error
         try:
             _make_directory(str(self.path))
         except NotADirectoryError as error:
             raise ConfigError(f"--prefix-cache-dir is {given}, which is not a folder. Give a folder.") from error
         except OSError as error:
-            raise _unusable(given, error) from error
+            raise unusable(given, error) from error
         try:
             self.fd = os.open(self.path, _DIRECTORY_FLAGS)
         except OSError as error:
@@ -54,7 +54,7 @@ class PrivateFolder:
                 raise ConfigError(
                     f"--prefix-cache-dir is {given}, but {self.path} is a link or a file, not a folder. Remove it."
                 ) from error
-            raise _unusable(given, error) from error
+            raise unusable(given, error) from error
         weakref.finalize(self, os.close, self.fd)
         self._check_private(given)
 
@@ -114,10 +114,13 @@ def _make_directory(name: str, *, within: int | None = None) -> None:
         os.close(fd)
 
 
-def _unusable(given: Path, error: OSError) -> ConfigError:
+def unusable(given: Path, error: OSError, *, need: str = "Give a folder") -> ConfigError:
+    """For --prefix-cache-dir; `need` is what another folder must be."""
+    advice = f"{need} that user {os.geteuid()} may write to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "Free space on that disk"
     return ConfigError(
-        f"--prefix-cache-dir is {given}, which cannot be used: {error.strerror}. Give a folder that user "
-        f"{os.geteuid()} may write to, or leave the flag out."
+        f"--prefix-cache-dir is {given}, which cannot be used: {error.strerror}. {advice}, or leave the flag out."
     )
 
 

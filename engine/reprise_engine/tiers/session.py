@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise_engine.errors import ConfigError
-from reprise_engine.tiers.folder import PrivateFolder
+from reprise_engine.tiers.folder import PrivateFolder, unusable
 from reprise_engine.tiers.journal import Journal
 from reprise_engine.tiers.record_files import RecordName, scan_records
 from reprise_engine.tiers.writers import Writer
@@ -44,7 +42,4 @@ def open_session(given: Path) -> tuple[Session, list[tuple[float, RecordName, in
             session.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"--prefix-cache-dir is {given}, which cannot be used: {error.strerror}. Give a folder on a file system "
-            f"with locks (flock) that user {os.geteuid()} may write to, or leave the flag out."
-        ) from error
+        raise unusable(given, error, need="Give a folder on a file system with locks (flock)") from error

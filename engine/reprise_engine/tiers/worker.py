@@ -12,10 +12,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from reprise_engine.step import SlotId
 from reprise_engine.tiers.disk_tier import DiskCounters, DiskDone
@@ -24,6 +25,10 @@ from reprise_engine.tiers.keys import BlockKey
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
+_CLEAR_PATIENCE = 1.0
+"""Seconds that a reset waits for the disk; all requests wait with it."""
 _NICE = 10
 """Linux gives such a thread about a tenth of what one of normal priority gets."""
 
@@ -54,6 +59,8 @@ class Store(Protocol):
 
     def write(self, key: BlockKey, *, parent: BlockKey | None, tokens: bytes, payload: memoryview) -> bool: ...
 
+    def forget(self) -> None: ...
+
     def clear(self) -> int: ...
 
     def stats(self) -> StoreStats: ...
@@ -67,7 +74,12 @@ class _Job:
     block: TierBlock
 
 
-_Jobs = queue.SimpleQueue[_Job | None]
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    freed: Future[int]
+
+
+_Jobs = queue.SimpleQueue[_Job | _Clear | None]
 
 
 class DiskWorker:
@@ -80,8 +92,6 @@ class DiskWorker:
         self._writes: _Jobs = queue.SimpleQueue()
         self._done: deque[DiskDone] = deque()
         self._told = threading.Event()
-        self._writing = threading.Lock()
-        """Held while a record is written."""
         self._broke_down = False
         self._threads = [
             threading.Thread(target=self._work, args=(self._reads, self._read), name="tier-reader", daemon=True),
@@ -113,12 +123,20 @@ class DiskWorker:
         self._told.wait(seconds)
 
     def clear(self) -> int:
-        """Takes as long as the record that is being written, and as the store takes to forget."""
+        """Nothing that was there is served from now on; what is deleted within a second is counted."""
         with suppress(queue.Empty):
             while (job := self._writes.get_nowait()) is not None:
-                self._tell(DiskDone(job.slot, is_read=False, good=False))
-        with self._writing:
-            return self._store.clear()
+                if isinstance(job, _Clear):
+                    job.freed.set_result(0)  # the one below does its work
+                else:
+                    self._tell(DiskDone(job.slot, is_read=False, good=False))
+        self._store.forget()
+        clear = _Clear(Future())
+        self._writes.put(clear)
+        try:
+            return clear.freed.result(_CLEAR_PATIENCE)
+        except TimeoutError:
+            return 0
 
     def counters(self) -> DiskCounters:
         stats = self._store.stats()
@@ -148,26 +166,26 @@ class DiskWorker:
         with suppress(OSError):  # not allowed in some sandboxes
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := jobs.get()) is not None:
-            self._tell(do(job))
+            if isinstance(job, _Clear):
+                job.freed.set_result(self._guarded(self._store.clear) or 0)
+            else:
+                self._tell(do(job))
 
     def _read(self, job: _Job) -> DiskDone:
         block = job.block
         good = self._guarded(
             lambda: self._store.read(block.key, parent=block.parent, tokens=block.tokens, into=self._view(job.slot))
         )
-        return DiskDone(job.slot, is_read=True, good=good)
+        return DiskDone(job.slot, is_read=True, good=bool(good))
 
     def _write(self, job: _Job) -> DiskDone:
         block = job.block
-        with self._writing:
-            good = self._guarded(
-                lambda: self._store.write(
-                    block.key, parent=block.parent, tokens=block.tokens, payload=self._view(job.slot)
-                )
-            )
-        return DiskDone(job.slot, is_read=False, good=good)
+        good = self._guarded(
+            lambda: self._store.write(block.key, parent=block.parent, tokens=block.tokens, payload=self._view(job.slot))
+        )
+        return DiskDone(job.slot, is_read=False, good=bool(good))
 
-    def _guarded(self, operation: Callable[[], bool]) -> bool:
+    def _guarded(self, operation: Callable[[], _T]) -> _T | None:
         """A store does not raise; if it does all the same, requests must not wait for a thread that has died."""
         try:
             return operation()
@@ -175,7 +193,7 @@ class DiskWorker:
             if not self._broke_down:
                 logger.exception("the prefix cache's disk tier failed; what it had is computed")
                 self._broke_down = True
-            return False
+            return None
 
     def _tell(self, done: DiskDone) -> None:
         self._done.append(done)
