@@ -21,10 +21,12 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`value` is in the row's unit; `cached` are the tokens the server says it reused, where the row is about that."""
+    """`value` is in the row's unit; `cached` are the tokens the server says it reused, where the row is about that.
+    `note` is what else a reader should know of it."""
 
     value: float
     cached: int | None = None
+    note: str | None = None
 
 
 def measure(
@@ -33,7 +35,7 @@ def measure(
     """`seed` and `number` choose the tokens, `seed` alone a prefix that is to be cached: a server's cache has nothing
     of one call for another one with a different seed. `primed` leaves out the request that fills the cache first: a
     call with this seed has done that, or there is none. Raises MeasureError."""
-    tokens = _Tokens(f"{row} {seed} {number}")
+    tokens = Tokens(f"{row} {seed} {number}")
     if row == "decode":
         prompts = [Turn(tokens(scale.decode_prompt), scale.decode_output) for _ in range(samples)]
         return [Sample(_tokens_a_second(record)) for record in _send(prompts, url).records]
@@ -41,7 +43,7 @@ def measure(
         prompts = [Turn(tokens(scale.shared + scale.own), 1) for _ in range(samples)]
         return [Sample(_ttft(record)) for record in _send(prompts, url).records]
     if row in ("warm-ttft", "restart-ttft"):
-        shared = _Tokens(f"{row} {seed}")(scale.shared)
+        shared = Tokens(f"{row} {seed}")(scale.shared)
         # All in one conversation of the client: a request in between could cost a server of one slot its cache.
         prompts = [Turn(shared + tokens(scale.own), 1) for _ in range(samples + (not primed))]
         records = _send(prompts, url).records[-samples:]
@@ -57,7 +59,9 @@ def measure(
     raise ValueError(f"{row} is not measured on a server")
 
 
-class _Tokens:
+class Tokens:
+    """Draws prompts: the same seed, the same tokens."""
+
     def __init__(self, seed: str) -> None:
         self._draw = random.Random(seed)
 

