@@ -76,7 +76,10 @@ def tier_values(exposition: str, name: str) -> dict[TierName, int]:
 
 
 def judge(loads: Sequence[Pass], control: Sequence[Pass], *, tier: TierName, shared: int, from_tier: float) -> Sample:
-    """`shared` is a prefix's tokens, `from_tier` the least share of them that comes from `tier`. Raises MeasureError where the loads did not happen as they should, or the control had any."""
+    """`shared` are the tokens of a prefix, `from_tier` is the least share of them that `tier` itself must give.
+
+    Raises MeasureError where the loads did not happen as they should, or the control had any.
+    """
     for kind, passes in (("with loads", loads), ("of the control", control)):
         for one in passes:
             if not one.beside:
