@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,6 +29,7 @@ from reprise_engine.bench.workloads import COMMON_TOKEN_IDS, reserved_id
 from reprise_engine.errors import ConfigError
 
 TierName = Literal["host", "disk"]
+TIERS: tuple[TierName, ...] = get_args(TierName)
 Kind = Literal["loads", "control"]
 
 _LEAD = 8
@@ -66,12 +67,12 @@ def send_after(output_tokens: int, requests: int) -> tuple[int, ...]:
 def tier_values(exposition: str, name: str) -> dict[TierName, int]:
     """The values of reprise:prefix_cache_tier_`name` in Prometheus' text format."""
     samples = {f"reprise:prefix_cache_tier_{name}", f"reprise:prefix_cache_tier_{name}_total"}
-    values: dict[TierName, int] = {"host": 0, "disk": 0}
+    values = dict.fromkeys(TIERS, 0)
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            tier = sample.labels.get("tier")
-            if sample.name in samples and (tier == "host" or tier == "disk"):
-                values[tier] += round(sample.value)
+            for tier in TIERS:
+                if sample.name in samples and sample.labels.get("tier") == tier:
+                    values[tier] += round(sample.value)
     return values
 
 
@@ -97,13 +98,14 @@ def judge(loads: Sequence[Pass], control: Sequence[Pass], *, tier: TierName, sha
         if any(one.loaded.values()):
             raise MeasureError(f"beside a stream of the control {sum(one.loaded.values())} tokens were loaded")
     with_loads, without = _gaps(loads), _gaps(control)
-    loaded = sum(one.loaded[tier] for one in loads)
+    loaded = sum(sum(one.loaded.values()) for one in loads)
+    from_here = sum(one.loaded[tier] for one in loads)
     requests = sum(len(one.cached) for one in loads)
     return Sample(
         with_loads.percentiles["p99"] / without.percentiles["p99"],
         cached=min(tokens for one in loads for tokens in one.cached),
         note=f"gaps with loads {_words(with_loads)}; without {_words(without)}; {requests} requests loaded "
-        f"{loaded:,} tokens from the tier {tier}, those of the control none",
+        f"{loaded:,} tokens, {from_here:,} of them from the tier {tier}; those of the control none",
     )
 
 
@@ -152,8 +154,8 @@ class _Driver:
         for number, prefix in enumerate(self._prefixes, start=1):
             await self._request(self._body(prefix))
             if tier == "disk":
-                wanted = number * (self._scale.shared // BLOCK_SIZE)
-                await self._wait(lambda text, n=wanted: tier_values(text, "blocks")["disk"] >= n, "prefix is on disk")
+                await self._on_disk(number * (self._scale.shared // BLOCK_SIZE))
+                await self._quiet()
         # Once more: what pushes a prefix out of the pool from now on finds it in the tier already.
         for prefix in self._prefixes:
             await self._request(self._body(prefix))
@@ -203,11 +205,12 @@ class _Driver:
                 raise MeasureError(f"blocks still went to the tier after {_PATIENCE:.0f} s without requests")
         return tier_values(seen, "hits")
 
-    async def _wait(self, condition: Callable[[str], bool], what: str) -> None:
+    async def _on_disk(self, wanted: int) -> None:
+        """Waits until the disk has so many blocks; it is written behind."""
         begun = time.monotonic()
-        while not condition(await self._metrics()):
+        while (blocks := tier_values(await self._metrics(), "blocks")["disk"]) < wanted:
             if time.monotonic() - begun > _PATIENCE:
-                raise MeasureError(f"after {_PATIENCE:.0f} s still not: {what}")
+                raise MeasureError(f"after {_PATIENCE:.0f} s {blocks} blocks are on the disk, where {wanted} should be")
             await asyncio.sleep(_QUIET_SECONDS / 4)
 
     async def _metrics(self) -> str:

@@ -34,7 +34,8 @@ def test_the_figure_is_the_ratio_of_the_99th_percentiles() -> None:
     assert sample.cached == SHARED
     assert sample.note == (
         "gaps with loads p99 47.6 ms, median 33.0 ms, greatest 400.0 ms, n = 200; without p99 44.6 ms, median 30.0 ms, "
-        "greatest 500.0 ms, n = 200; 6 requests loaded 12,096 tokens from the tier disk, those of the control none"
+        "greatest 500.0 ms, n = 200; 6 requests loaded 12,288 tokens, 12,096 of them from the tier disk; "
+        "those of the control none"
     )
 
 
