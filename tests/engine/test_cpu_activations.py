@@ -1,6 +1,6 @@
 """The computed peak of a step's memory against the measured one: the high-water mark of a process of its own.
 
-Tolerance: on the kernels the estimate is not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB.
+Tolerance: on the kernels not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB.
 In plain torch, whose allocator keeps now more, now less of what is given back, 0.85 to 1.75 times it.
 """
 
