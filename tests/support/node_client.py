@@ -106,6 +106,7 @@ class KubeClient:
     ) -> None:
         if self._session is not None:
             await self._session.close()
+            await asyncio.sleep(0)  # what was aborted is closed in the loop's next round, and it may be the last one
 
     def _url(self, path: str, query: Mapping[str, str] | None) -> str:
         return self._credentials.server + path + ("?" + urlencode(query) if query else "")
@@ -170,11 +171,16 @@ class KubeClient:
             if answer.status >= 400:
                 raise KubeError(status=answer.status, reason="", message=await answer.text())
             buffer = b""
-            async for chunk in answer.content.iter_any():
-                *lines, buffer = (buffer + chunk).split(b"\n")
-                for line in lines:
-                    if line.strip():
-                        yield json.loads(line)
+            try:
+                async for chunk in answer.content.iter_any():
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    for line in lines:
+                        if line.strip():
+                            yield json.loads(line)
+            finally:
+                # Left before its end, over TLS it would wait for the server's farewell, beyond the end of this loop.
+                if answer.connection is not None and answer.connection.transport is not None:
+                    answer.connection.transport.abort()
 
 
 class Informer:
