@@ -1,7 +1,8 @@
 """The computed peak of a step's memory against the measured one: the high-water mark of a process of its own.
 
-Tolerance: on the kernels not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB.
-In plain torch, whose allocator keeps now more, now less of what is given back, 0.85 to 1.75 times it.
+Tolerance: the estimate is not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB. (Memory
+comes in pages, and the allocator keeps some of what is given back.) In plain torch the step runs three times: after one,
+what the allocator keeps differs by a third from process to process.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ for tokens, seqs, length in cases:
     resting = psutil.Process().memory_info().rss
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark begins anew
-    runner.run(step)
+    for _ in range(1 if native else 3):
+        runner.run(step)
     with open("/proc/self/status") as file:
         [peak] = [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")]
     estimate = estimate_cpu_activations(
@@ -110,5 +112,4 @@ def test_the_computed_peak_is_the_measured_one(folder: Path, path: str) -> None:
     assert done.returncode == 0, done.stderr
     for case, (measured, estimate) in zip(CASES, json.loads(done.stdout), strict=True):
         told = f"{case}: measured {measured / MIB:.1f} MiB, computed {estimate / MIB:.1f} MiB"
-        least, most = (1.0, 1.35) if path == "native" else (0.85, 1.75)
-        assert least * measured - 4 * MIB <= estimate <= most * measured + 12 * MIB, told
+        assert measured - 4 * MIB <= estimate <= 1.35 * measured + 12 * MIB, told
