@@ -1,8 +1,8 @@
 """The computed peak of a step's memory against the measured one: the high-water mark of a process of its own.
 
 Tolerance: the estimate is not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB. (Memory
-comes in pages, and the allocator keeps some of what is given back.) In plain torch the step runs three times: after one,
-what the allocator keeps differs by a third from process to process.
+comes in pages, and the allocator keeps some of what is given back.) In plain torch the step runs three times: what the
+allocator keeps after one differs by a third from process to process.
 """
 
 from __future__ import annotations
