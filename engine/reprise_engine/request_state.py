@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reprise_engine.cache_report import CacheExplanation, PinnedPrefix
 from reprise_engine.kv.sequence import SequenceBlocks
-from reprise_engine.kv.tiering import TierLoad
+from reprise_engine.kv.tier_load import TierLoad
 from reprise_engine.request import (
     FinishReason,
     RequestId,

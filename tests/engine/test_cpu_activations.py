@@ -1,8 +1,9 @@
 """The computed peak of a step's memory against the measured one: the high-water mark of a process of its own.
 
 Tolerance: the estimate is not below what was measured, less 4 MiB, and at most 1.35 times it, plus 12 MiB. (Memory
-comes in pages, and the allocator keeps some of what is given back.) In plain torch the step runs three times: what the
-allocator keeps after one differs by a third from process to process.
+comes in pages, and the allocator keeps some of what is given back.) In plain torch the step runs three times, and the
+estimate may be twice what was measured: what the C library's allocator keeps was 1.0 to 1.7 times what lives at once,
+from machine to machine and from process to process, and an estimate is there for the worst of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # max_num_batched_tokens, max_num_seqs, max_model_len: a long prompt, one that ends a long context, many rows to sample.
 CASES = [(2048, 1, 2048), (512, 1, 8192), (64, 48, 512)]
+AT_MOST = {"native": 1.35, "plain": 2.0}
 
 _MEASURE = """
 import ctypes, json, sys
@@ -112,4 +114,4 @@ def test_the_computed_peak_is_the_measured_one(folder: Path, path: str) -> None:
     assert done.returncode == 0, done.stderr
     for case, (measured, estimate) in zip(CASES, json.loads(done.stdout), strict=True):
         told = f"{case}: measured {measured / MIB:.1f} MiB, computed {estimate / MIB:.1f} MiB"
-        assert measured - 4 * MIB <= estimate <= 1.35 * measured + 12 * MIB, told
+        assert measured - 4 * MIB <= estimate <= AT_MOST[path] * measured + 12 * MIB, told

@@ -26,6 +26,16 @@ def below(world: World, request_id: str) -> dict[str, int]:
     return {tier.value: tokens for tier, tokens in explanation.tier_tokens}
 
 
+def after_a_restart() -> tuple[World, FakeDisk]:
+    """A new world, and its disk: it has FIRST, and reads when it is told to."""
+    disk = FakeDisk()
+    before = tiered(disk=disk)
+    before.run(FIRST)
+    before.settle()
+    slow = FakeDisk(records=disk.records, instant=False)
+    return tiered(disk=slow), slow
+
+
 def test_an_evicted_prefix_comes_up_from_host_memory() -> None:
     world = tiered()
     world.run(FIRST)
@@ -115,12 +125,7 @@ def test_others_run_while_a_load_waits_for_the_disk_and_twins_wait_for_it() -> N
 
 
 def test_a_damaged_record_ends_the_load_and_the_rest_is_computed() -> None:
-    disk = FakeDisk()
-    before = tiered(disk=disk)
-    before.run(FIRST)
-    before.settle()
-    slow = FakeDisk(records=disk.records, instant=False)
-    world = tiered(disk=slow)
+    world, slow = after_a_restart()
     again = world.add((*FIRST, 13))
     assert world.schedule() is None
     assert len(slow.pending) == 3
@@ -133,12 +138,7 @@ def test_a_damaged_record_ends_the_load_and_the_rest_is_computed() -> None:
 
 
 def test_an_abort_while_loading_gives_everything_back() -> None:
-    disk = FakeDisk()
-    before = tiered(disk=disk)
-    before.run(FIRST)
-    before.settle()
-    slow = FakeDisk(records=disk.records, instant=False)
-    world = tiered(disk=slow)
+    world, slow = after_a_restart()
     request_id = world.add((*FIRST, 13))
     assert world.schedule() is None
     assert len(world.scheduler.abort([request_id])) == 1

@@ -18,13 +18,13 @@ can always be used. The blocks it loads into are the request's own: nobody can m
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from itertools import islice
 
 from reprise_engine.cache_report import Tier, TierStats
 from reprise_engine.kv.hashing import ExtraKeys, TokenBytes, sha256_block_hash
 from reprise_engine.kv.prefix_index import Node
 from reprise_engine.kv.sequence import Match, SequenceBlocks
+from reprise_engine.kv.tier_load import TierLoad
 from reprise_engine.step import BlockHash, BlockId, BlockStore, SlotId
 from reprise_engine.tiers.disk_tier import DiskTier
 from reprise_engine.tiers.host import HostSlots, SlotState, TierBlock
@@ -43,33 +43,6 @@ def block_key(parent: BlockKey | None, tokens: TokenBytes, extra_keys: ExtraKeys
     if parent is None:
         return BlockKey(sha256_block_hash(None, tokens, extra_keys))
     return BlockKey(sha256_block_hash(BlockHash(parent), tokens, ()))
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class TierLoad:
-    """The blocks that come up for one request, in the order of their chain.
-
-    0 ≤ loaded ≤ issued ≤ len(slots) ≤ len(blocks): committed, in a Step, with a slot held for them, found at all.
-    """
-
-    blocks: list[TierBlock]
-    first: int
-    """Place of blocks[0] in the request's page table."""
-    progress: float
-    """When it last got on, seconds of time.monotonic()."""
-    slots: list[SlotId] = field(default_factory=list)
-    tiers: list[Tier] = field(default_factory=list)
-    """Where each of `slots` has its block from."""
-    issued: int = 0
-    loaded: int = 0
-
-    @property
-    def done(self) -> bool:
-        return self.loaded == len(self.blocks)
-
-    def count(self, tier: Tier) -> int:
-        """Blocks that were loaded from there."""
-        return self.tiers[: self.loaded].count(tier)
 
 
 class Tiering:
