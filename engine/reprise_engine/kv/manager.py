@@ -327,12 +327,14 @@ class KVCacheManager:
         self._encode(sequence, tokens, full)
         blocks = sequence.blocks
         duplicates: list[BlockId] = []
+        insert, mark_indexed = self.index.insert, self.pool.mark_indexed
         for i in range(sequence.indexed, full):
             own = blocks[i]
-            node = self.index.insert(sequence.tip, sequence.extra_keys, sequence.keys[i], own)
+            node = insert(sequence.tip, sequence.extra_keys, sequence.keys[i], own)
             if node.block == own:
-                self.pool.mark_indexed(own)
-                self._drop_superseded(node)
+                mark_indexed(own)
+                if sequence.tip is None or sequence.tip.order is not None:  # else it has no sibling
+                    self._drop_superseded(node)
                 if self.tiering is not None:
                     self.tiering.entered(node)
                 if self._events is not None:

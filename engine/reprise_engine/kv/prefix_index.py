@@ -32,11 +32,21 @@ from reprise_engine.tiers.keys import BlockKey
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Branch:
-    """What goes on from one place: a root, or a node."""
+    """What goes on from one place: a root, or a node.
 
-    children: dict[TokenBytes, Node] = field(default_factory=dict, repr=False)
-    order: list[TokenBytes] = field(default_factory=list, repr=False)
-    """The keys of `children`, sorted bytewise."""
+    Most have one child or none, so neither container is made before it is needed: they were half of a block's cost.
+    """
+
+    children: dict[TokenBytes, Node] | None = field(default=None, repr=False)
+    order: list[TokenBytes] | None = field(default=None, repr=False)
+    """The keys of `children`, sorted bytewise, since there were two of them."""
+
+    def around(self, tokens: TokenBytes) -> Iterable[TokenBytes]:
+        """Of the children's keys those that would stand beside `tokens`, the one before it first. O(log children)."""
+        if self.order is None:
+            return self.children or ()
+        place = bisect_left(self.order, tokens)
+        return self.order[max(place - 1, 0) : place + 1]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -106,8 +116,7 @@ class PrefixIndex:
         if root is not None:
             children = root.children
             for key in keys:
-                node = children.get(key)
-                if node is None:
+                if children is None or (node := children.get(key)) is None:
                     break
                 path.append(node)
                 children = node.children
@@ -119,15 +128,12 @@ class PrefixIndex:
         Returns (node, number of common tokens), or (None, 0). O(log siblings). Changes nothing.
         """
         branch = parent if parent is not None else self._roots.get(extra_keys)
-        if branch is None or not branch.order:
-            return None, 0
-        order = branch.order
-        place = bisect_left(order, tokens)
         found, most = None, 0
-        for key in order[max(place - 1, 0) : place + 1]:
-            common = common_tokens(key, tokens)
-            if common > most:
-                found, most = branch.children[key], common
+        if branch is not None and branch.children:
+            for key in branch.around(tokens):
+                common = common_tokens(key, tokens)
+                if common > most:
+                    found, most = branch.children[key], common
         return found, most
 
     def insert(self, parent: Node | None, extra_keys: ExtraKeys, tokens: TokenBytes, block: BlockId) -> Node:
@@ -138,14 +144,14 @@ class PrefixIndex:
         Raises RuntimeError when `block` still stands for other tokens.
         """
         branch = self._branch(parent, extra_keys)
-        present = branch.children.get(tokens)
-        if present is not None:
+        if branch.children and (present := branch.children.get(tokens)) is not None:
             return present
         if parent is None:
             block_hash = self._hasher(None, tokens, extra_keys)
         else:
             assert parent.block_hash is not None, "nothing goes on behind a tail"
-            block_hash = self._hasher(parent.block_hash, tokens, keys_of_block(extra_keys, first=False))
+            names = keys_of_block(extra_keys, first=False) if extra_keys else ()
+            block_hash = self._hasher(parent.block_hash, tokens, names)
         return self._enter(branch, parent, extra_keys, tokens, block, block_hash)
 
     def insert_tail(
@@ -157,22 +163,20 @@ class PrefixIndex:
         Raises RuntimeError when `block` still stands for other tokens.
         """
         branch = self._branch(parent, extra_keys)
-        order = branch.order
-        place = bisect_left(order, tokens)
-        if place < len(order) and order[place].startswith(tokens):
+        if any(key.startswith(tokens) for key in branch.around(tokens)):
             return None
         return self._enter(branch, parent, extra_keys, tokens, block, None)
 
     def superseded(self, node: Node) -> Node | None:
         """The tail beside `node` that `node` begins with: it serves nothing any more that `node` does not."""
         branch = self._branch(node.parent, node.extra_keys)
-        if len(branch.order) == 1:
+        if branch.order is None or branch.children is None:
             return None
         # Every key between a beginning of this one and this one has that beginning too: only the neighbour can be it.
-        place = bisect_left(branch.order, node.tokens)
-        if place == 0 or not node.tokens.startswith(branch.order[place - 1]):
+        before = next(iter(branch.around(node.tokens)))
+        if before == node.tokens or not node.tokens.startswith(before):
             return None
-        return branch.children[branch.order[place - 1]]
+        return branch.children[before]
 
     def remove(self, block: BlockId) -> None:
         """Takes a leaf out. Raises RuntimeError when blocks below it are still in the index."""
@@ -182,7 +186,8 @@ class PrefixIndex:
         branch = self._branch(node.parent, node.extra_keys)
         del self._nodes[block]
         self._leave(branch, node)
-        del branch.order[bisect_left(branch.order, node.tokens)]
+        if branch.order is not None:
+            del branch.order[bisect_left(branch.order, node.tokens)]
         if node.parent is None and not branch.children:
             # Salts come from clients: one that is no longer used must not stay behind.
             del self._roots[node.extra_keys]
@@ -198,7 +203,8 @@ class PrefixIndex:
             self._leave(branch, node)
             touched[id(branch)] = branch
         for branch in touched.values():
-            branch.order = [key for key in branch.order if key in branch.children]
+            if branch.order is not None:
+                branch.order = [key for key in branch.order if key in (branch.children or ())]
         for extra_keys in [keys for keys, root in self._roots.items() if not root.children]:
             del self._roots[extra_keys]
 
@@ -210,8 +216,11 @@ class PrefixIndex:
             unvisited: list[tuple[Node | None, Branch]] = [(None, root)]
             while unvisited:
                 parent, branch = unvisited.pop()
-                assert branch.order == sorted(branch.children), "the siblings are not in order"
-                for key, node in branch.children.items():
+                children = branch.children or {}
+                assert branch.order == sorted(children) if branch.order is not None else len(children) < 2, (
+                    "the siblings are not in order"
+                )
+                for key, node in children.items():
                     assert node.parent is parent, f"block {node.block} hangs below another node than its parent"
                     assert node.tokens == key, f"block {node.block} is filed under other tokens than its own"
                     assert node.extra_keys == extra_keys, f"block {node.block} hangs on a foreign root"
@@ -222,7 +231,7 @@ class PrefixIndex:
         assert reached == self._nodes, "the tree and the table of blocks differ"
         beginnings: dict[TokenBytes, int] = {}
         for root in self._roots.values():
-            for key in root.children:
+            for key in root.children or ():
                 beginnings[key] = beginnings.get(key, 0) + 1
         assert beginnings == self._beginnings, "the beginnings are miscounted"
 
@@ -246,17 +255,21 @@ class PrefixIndex:
         if block in self._nodes:
             raise RuntimeError(f"block {block} is in the prefix index under other tokens; it must be removed first")
         node = Node(parent=parent, extra_keys=extra_keys, tokens=tokens, block=block, block_hash=block_hash)
-        branch.children[tokens] = node
-        if branch.order:
-            insort(branch.order, tokens)
+        if branch.children is None:
+            branch.children = {tokens: node}
         else:
-            branch.order.append(tokens)
+            branch.children[tokens] = node
+            if branch.order is not None:
+                insort(branch.order, tokens)
+            elif len(branch.children) > 1:
+                branch.order = sorted(branch.children)
         self._nodes[block] = node
         if parent is None:
             self._beginnings[tokens] = self._beginnings.get(tokens, 0) + 1
         return node
 
     def _leave(self, branch: Branch, node: Node) -> None:
+        assert branch.children is not None
         del branch.children[node.tokens]
         if node.parent is None:
             self._beginnings[node.tokens] -= 1

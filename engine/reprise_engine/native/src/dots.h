@@ -101,9 +101,10 @@ INLINE void dots(const W* const* w, const float* x, long x_stride, long inputs, 
         vf pair[B][2];
 #pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
+            // Into the second-level cache: it waits for more lines at once than the first one can.
             if (R <= 2 * TILE && ahead)
                 for (long line = 0; line < (long)(2 * VL * sizeof(W)); line += 64)
-                    __builtin_prefetch((const char*)(w[b] + k) + ahead + line);
+                    __builtin_prefetch((const char*)(w[b] + k) + ahead + line, 0, 2);
             load_pair(w[b] + k, pair[b]);
         }
 #pragma GCC unroll 2

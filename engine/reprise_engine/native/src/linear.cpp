@@ -121,13 +121,22 @@ INLINE void run_blocks(const Task& t, int p, long column, long first, long end, 
     }
 }
 
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+
 template <class W>
 static void run_rows(const Task& t, int p, long column, long first, long end, const Rows& rows) {
-    if (rows.count == 1)
-        return run_blocks<W, 2 * BLOCK>(t, p, column, first, end, rows, 1,
-                                        [&](int, const W* const* w, const float* x, long ahead, float* sums) INLINE_LAMBDA {
-                                            dots<W, 1, 2 * BLOCK>(w, x, rows.stride, t.inputs, ahead, sums);
-                                        });
+    const auto one = [&](auto block) INLINE_LAMBDA {
+        constexpr int B = decltype(block)::value;
+        run_blocks<W, B>(t, p, column, first, end, rows, 1,
+                         [&](int, const W* const* w, const float* x, long ahead, float* sums) INLINE_LAMBDA {
+                             dots<W, 1, B>(w, x, rows.stride, t.inputs, ahead, sums);
+                         });
+    };
+    // One row waits for the weights alone: as few streams as can be, which the processor then fetches by itself.
+    if (rows.count == 1) return t.epilogue == SWIGLU ? one(Number<2>()) : one(Number<1>());
     run_blocks<W, BLOCK>(t, p, column, first, end, rows, (rows.count + TILE - 1) / TILE,
                          [&](int count, const W* const* w, const float* x, long ahead, float* sums) INLINE_LAMBDA {
                              dots_of<W, BLOCK>(count, w, x, rows.stride, t.inputs, ahead, sums);
