@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reprise_operator.api import Api, Body, ClusterError, Fault
 from reprise_operator.kinds import (
+    ALL_CHILD_TYPES,
     CHILD_TYPES,
     CLAIMS,
     EVENTS,
     INFERENCE_SERVICES,
+    OPTIONAL_TYPES,
     PODS,
     REPLICA_SETS,
     SECRETS,
     ResourceType,
 )
+from reprise_operator.naming import MANAGED_BY
 from reprise_operator.observed import ObservedChild
 from reprise_operator.settings import FIELD_MANAGER
 
@@ -30,6 +33,7 @@ RESET_MANAGER = f"{FIELD_MANAGER}-reset"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +80,32 @@ class Cluster:
     async def list_services(self, namespace: str | None) -> tuple[Body, ...]:
         return await self._api.list(INFERENCE_SERVICES, namespace)
 
+    async def list_marked(self, resource: ResourceType, namespace: str | None) -> tuple[Body, ...]:
+        """The objects of a kind that carry our label, metadata only. Raises ClusterError with NOT_FOUND when there is
+        no such kind."""
+        return await self._api.list(resource, namespace, MANAGED_BY, accept=METADATA_LIST)
+
     async def children(
-        self, namespace: str, *, owner_uid: str, selector: Mapping[str, str], planned: Sequence[tuple[str, str]]
+        self,
+        namespace: str,
+        *,
+        owner_uid: str,
+        selector: Mapping[str, str],
+        planned: Sequence[tuple[str, str]],
+        optional: Collection[ResourceType] = (),
     ) -> tuple[ObservedChild, ...]:
         """The objects under one of the `planned` names, given as (kind, name), or with our selector's labels and our
         owner UID. A planned name that the listing lacks is asked for by itself: it may belong to somebody else, or
-        have lost its labels."""
+        have lost its labels. Of the optional kinds only those in `optional` are looked at."""
+        kinds = (*CHILD_TYPES, *(kind for kind in OPTIONAL_TYPES if kind in optional))
         found: dict[tuple[str, str], ObservedChild] = {}
-        listings = await _gather(*(self._api.list(kind, namespace, selector) for kind in CHILD_TYPES))
-        for resource, bodies in zip(CHILD_TYPES, listings, strict=True):
+        listings = await _gather(*(self._list_children(kind, namespace, selector) for kind in kinds))
+        for resource, bodies in zip(kinds, listings, strict=True):
             for body in bodies:
                 child = _observed_child(resource, body, owner_uid)
                 if child.owned or (child.kind, child.name) in planned:
                     found[child.kind, child.name] = child
-        by_kind = {resource.kind: resource for resource in CHILD_TYPES}
+        by_kind = {resource.kind: resource for resource in kinds}
         missing = [(by_kind[kind], name) for kind, name in planned if (kind, name) not in found]
         for (resource, name), present in zip(
             missing, await _gather(*(self._api.get(kind, namespace, name) for kind, name in missing)), strict=True
@@ -97,6 +113,16 @@ class Cluster:
             if present is not None:
                 found[resource.kind, name] = _observed_child(resource, present, owner_uid)
         return tuple(found[name] for name in sorted(found))
+
+    async def _list_children(
+        self, resource: ResourceType, namespace: str, selector: Mapping[str, str]
+    ) -> tuple[Body, ...]:
+        try:
+            return await self._api.list(resource, namespace, selector)
+        except ClusterError as error:
+            if error.fault is Fault.NOT_FOUND and resource in OPTIONAL_TYPES:
+                return ()  # its CRD was deleted since the last poll
+            raise
 
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(PODS, namespace, selector)
@@ -198,7 +224,7 @@ class Cluster:
 
     async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
         """Deletes a child if it is still this very object. False when it was gone or another one already."""
-        resource = next(resource for resource in CHILD_TYPES if resource.kind == kind)
+        resource = next(resource for resource in ALL_CHILD_TYPES if resource.kind == kind)
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -268,7 +294,7 @@ def merge_difference(present: Body, wanted: Body) -> dict[str, Any]:
 
 
 def _resource_type(manifest: Body) -> ResourceType:
-    for resource in CHILD_TYPES:
+    for resource in ALL_CHILD_TYPES:
         if (resource.api_version, resource.kind) == (manifest["apiVersion"], manifest["kind"]):
             return resource
     raise ValueError(f"no child type is declared for {manifest['apiVersion']} {manifest['kind']}")

@@ -58,6 +58,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     add("--vllm-ascend-image", defaults.vllm_ascend_image, str, "image of the vllm-ascend runtime, likewise")
     add("--workers", defaults.workers, int, "reconciles at a time")
     add("--resync-seconds", defaults.resync_seconds, float, "every service is looked at this often without any news")
+    add("--discovery-seconds", defaults.discovery_seconds, float, "how often optional kinds are looked for")
     add("--scrape-seconds", defaults.scrape_seconds, float, "how often the engines' /metrics are read")
     add("--scrape-concurrency", defaults.scrape_concurrency, int, "engines read at a time")
     add("--scrape-timeout-seconds", defaults.scrape_timeout_seconds, float, "patience with one engine")
@@ -79,7 +80,10 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     all_namespaces = values.all_namespaces or environment.get("REPRISE_OPERATOR_ALL_NAMESPACES", "").lower() == "true"
     if bool(values.namespace) == all_namespaces:
         run.error("say which namespaces to serve: either --namespace NAME or --all-namespaces")
-    for name in ("workers", "resync_seconds", "scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"):
+    for name in (
+        *("workers", "resync_seconds", "discovery_seconds"),
+        *("scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"),
+    ):
         if getattr(values, name) <= 0:
             run.error(f"--{name.replace('_', '-')} is {getattr(values, name)}; it must be above 0")
     for name, choices in (("log_format", ("json", "text")), ("log_level", ("debug", "info", "warning", "error"))):
@@ -94,6 +98,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             vllm_ascend_image=values.vllm_ascend_image,
             workers=values.workers,
             resync_seconds=values.resync_seconds,
+            discovery_seconds=values.discovery_seconds,
             scrape_seconds=values.scrape_seconds,
             scrape_concurrency=values.scrape_concurrency,
             scrape_timeout_seconds=values.scrape_timeout_seconds,

@@ -9,6 +9,7 @@ from typing import Any
 from reprise_operator.children.deployment import build_deployment
 from reprise_operator.children.memory import MemoryPlan, plan_memory
 from reprise_operator.children.service import build_service, service_url
+from reprise_operator.kinds import ResourceType
 from reprise_operator.naming import selector_string
 from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
@@ -31,6 +32,8 @@ class Plan:
     url: str
     """Where clients inside the cluster go, ending in /v1."""
     selector: str
+    asks: frozenset[ResourceType] = frozenset()
+    """The optional kinds (kinds.py) the spec asks for, available or not: when one comes or goes, the Plan changes."""
 
     @property
     def identity(self) -> Identity:
@@ -58,8 +61,13 @@ class Plan:
         return tuple(dict.fromkeys(claims))
 
 
-def plan(service: InferenceService, settings: Settings) -> Plan:
-    """Decide every child of `service`. The same arguments give the same Plan."""
+def plan(
+    service: InferenceService, settings: Settings, *, available: frozenset[ResourceType] = frozenset()
+) -> Plan:
+    """Decide every child of `service`. The same arguments give the same Plan.
+
+    `available` are the optional kinds that can be used now; what the spec asks of others is left out.
+    """
     memory = plan_memory(service)
     replicas = 0 if service.spec.suspend else service.spec.replicas
     return Plan(

@@ -23,6 +23,7 @@ import kopf
 
 from reprise_operator.api import Api, ClusterError, Fault, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.handlers import Waker, kopf_settings, register
 from reprise_operator.leader import Leadership
@@ -55,8 +56,10 @@ class Operator:
         self.metrics = metrics
         settings = options.settings
         self.health = WatchHealth()
+        self.kinds = OptionalKinds(cluster, namespace=settings.namespace, period=settings.discovery_seconds)
         self.reconciler = Reconciler(
             cluster=cluster,
+            kinds=self.kinds,
             scraper=Scraper(
                 session,
                 interval=settings.scrape_seconds,
@@ -113,8 +116,9 @@ class Operator:
                 stack.push_async_callback(leadership.release)
                 await leadership.acquire()
                 parts.append(leadership.keep())
+            await self.kinds.first()
             await stack.enter_async_context(self._watches(stop))
-            parts += [self.queue.run(), self._resync()]
+            parts += [self.queue.run(), self._resync(), self._discover()]
             self.ready = True
             try:
                 async with asyncio.TaskGroup() as group:  # ends, with all of them, when one fails
@@ -177,6 +181,11 @@ class Operator:
                 elif error.fault is not Fault.NOT_FOUND:
                     logger.warning("%s", error)
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _discover(self) -> None:
+        await self.kinds.run(
+            wake=lambda key, after: self.queue.add(key, after=after), concerned=self.reconciler.concerned
+        )
 
     async def _resync(self) -> None:
         """Puts every service into the queue now and then, spread over a tenth of the time: what no event told of is

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reprise_operator.api import ClusterError
+from reprise_operator.api import ClusterError, Fault
 from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
+from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
@@ -45,11 +47,14 @@ class _Memory:
     refused: dict[str, str] = field(default_factory=dict)
     """"Kind/name" → why the API server refused the last apply."""
     pods: frozenset[str] = frozenset()
+    asks: frozenset[ResourceType] = frozenset()
+    """The optional kinds the last Plan asked for."""
 
 
 @dataclass(kw_only=True)
 class Reconciler:
     cluster: Cluster
+    kinds: OptionalKinds
     scraper: Scraper
     recorder: Recorder
     settings: Settings
@@ -92,6 +97,8 @@ class Reconciler:
         memory = self._recall(key, identity)
 
         planned = self._plan(body)
+        if isinstance(planned, Plan):
+            memory.asks = planned.asks
         observed = await self._observe(identity, planned, memory)
         conflict: str | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
@@ -107,7 +114,7 @@ class Reconciler:
 
     def _plan(self, body: Body) -> Plan | SpecError:
         try:
-            return plan(parse(body), self.settings)
+            return plan(parse(body), self.settings, available=self.kinds.available)
         except SpecError as error:
             return error
 
@@ -119,6 +126,7 @@ class Reconciler:
             owner_uid=identity.uid,
             selector={OWNER_UID_LABEL: identity.uid},
             planned=[(key.kind, key.name) for key in map(key_of, wanted.children if wanted else ())],
+            optional=self._optional_kinds(identity, wanted, memory),
         )
         pods = [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
         uids = frozenset(pod.uid for pod in pods)
@@ -136,6 +144,12 @@ class Reconciler:
             apply_errors=dict(memory.refused),
         )
 
+    def _optional_kinds(self, identity: Identity, wanted: Plan | None, memory: _Memory) -> frozenset[ResourceType]:
+        """Those of which this service has an object, or may have: only these cost a request."""
+        applied = {key.kind for key in memory.applied}
+        kinds = self.kinds.held_by(identity.uid) | {kind for kind in OPTIONAL_TYPES if kind.kind in applied}
+        return (kinds | (wanted.asks if wanted else memory.asks)) & self.kinds.available
+
     async def _execute(
         self, body: Body, planned: Plan, observed: Observed, memory: _Memory
     ) -> tuple[Observed, str | None]:
@@ -150,12 +164,15 @@ class Reconciler:
         for action in actions:
             if isinstance(action, Delete):
                 await self._delete(body, action)
+                memory.applied.pop(action.key, None)
                 continue
             present = children.get(action.key)
             try:
                 result = await self.cluster.apply(action.manifest, present=present)
             except ClusterError as error:
-                if error.status != 500:
+                # A kind whose CRD has just been deleted is one that the next poll of the optional kinds knows of.
+                vanished = error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}
+                if error.status != 500 and not vanished:
                     raise
                 # The API server is there, but a webhook, say, is not, and may not be for long: the status says so.
                 faults[str(action.key)] = error.message
@@ -239,6 +256,10 @@ class Reconciler:
         if isinstance(planned, Plan) and planned.replicas == 0 and not observed.pods and not observed.apply_errors:
             return None
         return self.settings.scrape_seconds * (1.0 - 0.1 * self.random_unit())
+
+    def concerned(self, kinds: Collection[ResourceType]) -> tuple[Key, ...]:
+        """The services that ask for one of the optional `kinds`."""
+        return tuple(key for key, memory in self._memories.items() if not memory.asks.isdisjoint(kinds))
 
     # Memory ---------------------------------------------------------------------------------------------------------
 

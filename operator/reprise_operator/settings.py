@@ -23,6 +23,8 @@ class Settings:
     vllm_ascend_image: str = "quay.io/ascend/vllm-ascend:v0.23.0"
     workers: int = 4
     resync_seconds: float = 300.0
+    discovery_seconds: float = 60.0
+    """How often optional kinds are looked for, and our objects of them for edits."""
     scrape_seconds: float = 30.0
     scrape_concurrency: int = 16
     scrape_timeout_seconds: float = 5.0

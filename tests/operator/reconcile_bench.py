@@ -14,6 +14,7 @@ from aiohttp import web
 
 from reprise_operator.api import Api, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
 from reprise_operator.metrics import OperatorMetrics
@@ -171,6 +172,7 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
         cluster = Cluster(api)
         reconciler = Reconciler(
             cluster=cluster,
+            kinds=OptionalKinds(cluster, namespace=kubectl.namespace, period=60.0),
             scraper=scraper,
             recorder=Recorder(cluster, instance="test", clock=clock),
             settings=settings,
