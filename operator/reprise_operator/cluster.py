@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reprise_operator.api import Api, Body, ClusterError, Fault
@@ -30,6 +30,7 @@ from reprise_operator.observed import ObservedChild
 from reprise_operator.settings import FIELD_MANAGER
 
 RESET_MANAGER = f"{FIELD_MANAGER}-reset"
+REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -151,15 +152,20 @@ class Cluster:
 
     # Writes ---------------------------------------------------------------------------------------------------------
 
-    async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+    async def apply(
+        self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
+    ) -> ApplyResult:
         """Applies a child on the server side.
 
         `present` is the object as just read, and it must be ours; None when there was none. An absent one is created
         without force, so a field that somebody else set in the meantime is a CONFLICT rather than ours. A present one
         is applied with its UID, so an object that was replaced in the meantime is a CONFLICT too, and with force: the
         fields of the manifest are ours, and an edit of one of them by somebody else ends here (see also `_reset`).
+        `hand_over` is the number of pods of `present`, where the manifest leaves it out and it is not to be lost.
         """
         try:
+            if present is not None and hand_over is not None:
+                present = await self._hand_over(present, manifest["metadata"]["namespace"], hand_over)
             try:
                 answer = await self._apply(manifest, present)
             except ClusterError as error:
@@ -221,6 +227,30 @@ class Cluster:
             raise refused if error.fault is Fault.INVALID else error from refused
         others = [entry for entry in answer["metadata"]["managedFields"] if entry["manager"] != RESET_MANAGER]
         await patch({"metadata": {"managedFields": others}}, answer["metadata"]["resourceVersion"])
+
+    async def _hand_over(self, workload: ObservedChild, namespace: str, replicas: int) -> ObservedChild:
+        """Lets another field manager of ours apply the number of pods that `workload` has; the workload after it.
+
+        A CONFLICT when it has changed since it was read: an autoscaler may have written another number.
+        """
+        metadata = workload.body["metadata"]
+        body = {
+            "apiVersion": workload.api_version,
+            "kind": workload.kind,
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")},
+            "spec": {"replicas": replicas},
+        }
+        answer = await self._api.request(
+            "patch",
+            _resource_type(body),
+            namespace,
+            workload.name,
+            body=body,
+            content_type=APPLY_PATCH,
+            field_manager=REPLICAS_MANAGER,
+            force_conflicts="false",
+        )
+        return replace(workload, body=answer)
 
     async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
         """Deletes a child if it is still this very object. False when it was gone or another one already."""

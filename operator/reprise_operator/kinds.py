@@ -47,13 +47,26 @@ INFERENCE_POOLS = ResourceType("inference.networking.k8s.io/v1", "InferencePool"
 HTTP_ROUTES = ResourceType("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
 POD_MONITORS = ResourceType("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 SCALED_OBJECTS = ResourceType("keda.sh/v1alpha1", "ScaledObject", "scaledobjects")
+HORIZONTAL_POD_AUTOSCALERS = ResourceType("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
+DISRUPTION_BUDGETS = ResourceType("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 
 CHILD_TYPES = (DEPLOYMENTS, SERVICES)
 """What a Plan may contain: applied, watched, repaired, pruned."""
 
-OPTIONAL_TYPES = (INFERENCE_POOLS, HTTP_ROUTES, POD_MONITORS, SCALED_OBJECTS)
+OPTIONAL_TYPES = (
+    INFERENCE_POOLS,
+    HTTP_ROUTES,
+    POD_MONITORS,
+    SCALED_OBJECTS,
+    HORIZONTAL_POD_AUTOSCALERS,
+    DISRUPTION_BUDGETS,
+)
 """The same, of kinds that another project's CRD defines: they may be absent, appear and go while the operator runs, and
-are polled (discovery.py), not watched."""
+are polled (discovery.py), not watched. So are the two of Kubernetes' own that few services have: of a service without
+them they cost no request, and an autoscaler's status, rewritten all the time, wakes nobody."""
+
+AUTOSCALER_TYPES = (HORIZONTAL_POD_AUTOSCALERS, SCALED_OBJECTS)
+"""Those that write the number of pods of the workload they target."""
 
 ALL_CHILD_TYPES = (*CHILD_TYPES, *OPTIONAL_TYPES)
 

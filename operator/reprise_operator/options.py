@@ -69,6 +69,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         float,
         "least time between two writes of a service's figures",
     )
+    add("--prometheus-url", None, str, "Prometheus that KEDA asks for the load, where the spec names none")
     add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
     add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
     add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
@@ -104,6 +105,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             scrape_timeout_seconds=values.scrape_timeout_seconds,
             hit_rate_window_seconds=values.hit_rate_window_seconds,
             status_min_interval_seconds=values.status_min_interval_seconds,
+            prometheus_url=values.prometheus_url or None,
             metrics_port=values.metrics_port,
             health_port=values.health_port,
         ),

@@ -25,6 +25,7 @@ from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan, plan
+from reprise_operator.replicas import leaving
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, identity_of, parse
@@ -35,6 +36,9 @@ from reprise_operator.workqueue import Retry
 logger = logging.getLogger(__name__)
 
 Body = Mapping[str, Any]
+
+LEAVING_SECONDS = 1.0
+"""How soon to look again whether an autoscaler that was deleted is gone: no event tells."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class _Memory:
     pods: frozenset[str] = frozenset()
     asks: frozenset[ResourceType] = frozenset()
     """The optional kinds the last Plan asked for."""
+    ignored_replicas: int | None = None
+    """spec.replicas of the last pass, where an autoscaler decided instead."""
 
 
 @dataclass(kw_only=True)
@@ -99,6 +105,7 @@ class Reconciler:
         planned = self._plan(body)
         if isinstance(planned, Plan):
             memory.asks = planned.asks
+            await self._tell_of_scaling(body, planned, memory)
         observed = await self._observe(identity, planned, memory)
         conflict: str | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
@@ -157,6 +164,9 @@ class Reconciler:
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
         faults: dict[str, str] = {}
+        # A child that was deleted is known until it was seen gone, since its kind is looked at as long.
+        named = {*children, *map(key_of, planned.children)}
+        memory.applied = {key: record for key, record in memory.applied.items() if key in named}
         actions = decide(planned, observed, applied=memory.applied)
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
@@ -164,11 +174,10 @@ class Reconciler:
         for action in actions:
             if isinstance(action, Delete):
                 await self._delete(body, action)
-                memory.applied.pop(action.key, None)
                 continue
             present = children.get(action.key)
             try:
-                result = await self.cluster.apply(action.manifest, present=present)
+                result = await self.cluster.apply(action.manifest, present=present, hand_over=action.hand_over)
             except ClusterError as error:
                 # A kind whose CRD has just been deleted is one that the next poll of the optional kinds knows of.
                 vanished = error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}
@@ -231,6 +240,18 @@ class Reconciler:
             note = f"Deleted {action.key}, which is not needed any more"
             await self.recorder.record(body, Happening(type="Normal", reason="Deleted", action="Delete", note=note))
 
+    async def _tell_of_scaling(self, body: Body, planned: Plan, memory: _Memory) -> None:
+        """`kubectl scale` of a service whose pods an autoscaler counts changes nothing, but not in silence."""
+        replicas = planned.service.spec.replicas
+        before, memory.ignored_replicas = memory.ignored_replicas, replicas if planned.autoscaled else None
+        if before is None or not planned.autoscaled or before == replicas:
+            return
+        note = (
+            f"spec.replicas was set to {replicas}, which changes nothing: spec.autoscaling leaves the number of pods "
+            "to an autoscaler. Change its minReplicas and maxReplicas, or remove it."
+        )
+        await self.recorder.record(body, Happening(type="Warning", reason="ReplicasIgnored", action="Scale", note=note))
+
     async def _write_status(self, body: Body, planned: Plan | SpecError, observed: Observed, memory: _Memory) -> None:
         previous = body.get("status") or {}
         wanted = build_status(
@@ -251,6 +272,8 @@ class Reconciler:
     def _pause(self, planned: Plan | SpecError, observed: Observed) -> float | None:
         """Figures are read, and what has no event (a Secret that appears, a quota that is raised) is looked for, each
         `scrape_seconds` less up to a tenth. A service that is switched off only has the slow resync."""
+        if isinstance(planned, Plan) and leaving(planned, observed):
+            return LEAVING_SECONDS
         if isinstance(planned, SpecError) and not observed.pods:
             return None
         if isinstance(planned, Plan) and planned.replicas == 0 and not observed.pods and not observed.apply_errors:

@@ -117,6 +117,33 @@ class AcceleratorSpec(_Model):
     driver: DriverMode = DriverMode.AUTO
 
 
+class PrometheusSpec(_Model):
+    """Where KEDA asks for the load, and what: None takes the operator's own server, and a query made from `metric`."""
+
+    server_address: str | None = None
+    query: str | None = None
+    """PromQL whose one value is the load of all pods together."""
+
+
+class AutoscalingSpec(_Model):
+    """Who decides the number of pods between two bounds, and by which load of a pod."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    max_replicas: Annotated[int, Field(ge=1)]
+    metric: Annotated[str, Field(min_length=1)] = "vllm:num_requests_waiting"
+    target: Annotated[int, Field(ge=1)] | None = None
+    """Load of one pod to hold; percent for shares (cpu, memory, KV cache). None takes the metric's default."""
+    provider: Literal["hpa", "keda"] = "hpa"
+    prometheus: PrometheusSpec = PrometheusSpec()
+
+
+class DisruptionSpec(_Model):
+    """What a node drain must leave: one of the two, a number of pods or a percentage ("50%")."""
+
+    min_available: int | str | None = None
+    max_unavailable: int | str | None = None
+
+
 class ServiceSpec(_Model):
     """The Service in front of the pods."""
 
@@ -169,6 +196,9 @@ class Spec(_Model):
     chunked_prefill: ChunkedPrefillSpec = ChunkedPrefillSpec()
     accelerator: AcceleratorSpec = AcceleratorSpec()
     replicas: Annotated[int, Field(ge=0)] = 1
+    """Pods; with `autoscaling` only the number to start from."""
+    autoscaling: AutoscalingSpec | None = None
+    disruption: DisruptionSpec | None = None
     service: ServiceSpec = ServiceSpec()
     auth: AuthSpec = AuthSpec()
     suspend: bool = False

@@ -31,5 +31,7 @@ class Settings:
     hit_rate_window_seconds: float = 300.0
     status_min_interval_seconds: float = 60.0
     """Cache figures of one service are written at most this often (conditions are written at once)."""
+    prometheus_url: str | None = None
+    """Where KEDA asks for the load of services that name no server of their own."""
     metrics_port: int = 8080
     health_port: int = 8081

@@ -26,6 +26,7 @@ from reprise_operator.resource import (
     Spec,
     SpecError,
 )
+from reprise_operator.scaling_rules import check_autoscaling, check_disruption
 
 __all__ = [
     "MAX_CACHED_MODEL_LEN",
@@ -52,9 +53,7 @@ NOT_YET = (
     "prefixCaching.warmup",
     "memory.autoTune",
     "memory.floor",
-    "autoscaling",
     "rollout",
-    "disruption",
     "gateway",
     "monitoring",
 )
@@ -182,6 +181,8 @@ def _check_conflicts(service: InferenceService) -> None:
                 f"spec.runtime.extraArgs repeats {flag}, which a field of the spec already sets; use that field.",
             )
     _check_accelerator(service)
+    check_autoscaling(spec)
+    check_disruption(spec)
     if spec.runtime.name is Runtime.VLLM_ASCEND:
         _check_vllm_ascend(service)
     elif spec.chunked_prefill.enabled is False and spec.model.max_model_len is None:

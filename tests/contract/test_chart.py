@@ -70,6 +70,12 @@ def test_the_pod_is_locked_down() -> None:
     assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
 
 
+def test_where_keda_finds_prometheus() -> None:
+    assert not [argument for argument in container()["args"] if argument.startswith("--prometheus")]
+    options = parse_options(container({"prometheus": {"url": "http://p:9090"}})["args"], {})
+    assert options.settings.prometheus_url == "http://p:9090"
+
+
 @pytest.mark.parametrize(
     ("values", "namespace", "lease", "image"),
     [

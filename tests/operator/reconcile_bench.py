@@ -180,6 +180,8 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
             health=WatchHealth(),
             clock=clock,
         )
+        await reconciler.kinds.poll()
+        requests.clear()
         yield Bench(
             kubectl=kubectl, reconciler=reconciler, engine=engine, clock=clock, settings=settings, requests=requests
         )

@@ -40,6 +40,8 @@ def test_flags_and_environment() -> None:
     assert (options.settings.namespace, options.settings.scrape_seconds, options.settings.workers) == ("models", 2.5, 2)
     assert (options.settings.reprise_image, options.log_level, options.lease_namespace) == ("r:1", "debug", None)
     assert parse_options(["run", "-A"], {}).settings.namespace is None
+    assert parse_options(["run", "-A"], {}).settings.prometheus_url is None
+    assert parse_options(["run", "-A", "--prometheus-url=http://p:9090"], {}).settings.prometheus_url == "http://p:9090"
     assert parse_options(["run", "-n", "x"], {}).settings.namespace == "x"
     assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
 

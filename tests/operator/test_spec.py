@@ -21,9 +21,7 @@ VALUES: dict[str, Any] = {
     "prefixCaching.warmup": {"prompts": ["You are"]},
     "memory.autoTune": False,
     "memory.floor": 0.8,
-    "autoscaling": {"maxReplicas": 3},
     "rollout": {"maxSurge": 0},
-    "disruption": {"minAvailable": 0},
     "gateway": {"inferencePool": False},
     "monitoring": {},
 }
@@ -105,10 +103,8 @@ def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
 
 def test_all_fields_of_a_later_release_are_named_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        parse(
-            body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "autoscaling": {"maxReplicas": 2}, "memory": {"floor": 0.8}})
-        )
-    for path in ("spec.model.uri (hf://)", "spec.autoscaling", "spec.memory.floor"):
+        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "monitoring": {}, "memory": {"floor": 0.8}}))
+    for path in ("spec.model.uri (hf://)", "spec.monitoring", "spec.memory.floor"):
         assert path in caught.value.message
 
 
