@@ -99,6 +99,12 @@ def replicas(bench: Bench) -> int:
     return int(bench.child("deployment")["spec"]["replicas"])
 
 
+async def counted(bench: Bench, count: int) -> None:
+    """Waits until the workload's controller counts so many pods, and the service says so."""
+    eventually(lambda: bench.child("deployment")["status"].get("replicas", 0) == count, f"{count} pods")
+    await bench.settle()
+
+
 def scale_workload(bench: Bench, count: int) -> None:
     """What an autoscaler does."""
     bench.kubectl("scale", f"deployment/{NAME}", f"--replicas={count}")
@@ -297,8 +303,7 @@ async def test_scaled_to_zero_by_keda_it_stays_there(bench: Bench, keda: None) -
     bench.apply({**TO_ZERO, "memory": {"utilization": 0.7}})
     await bench.settle()
     assert replicas(bench) == 0
-    eventually(lambda: not bench.pods(), "no pod is left")
-    await bench.settle()
+    await counted(bench, 0)
     assert bench.condition("Ready")[:2] == ("True", "ScaledToZero")
     assert bench.status()["replicas"] == 0
     bench.apply(HPA)  # an HPA never counts from 0 upwards
@@ -311,8 +316,7 @@ async def test_replicas_zero_is_off(bench: Bench) -> None:
     await bench.settle()
     bench.kubectl("scale", f"inferenceservice/{NAME}", "--replicas=0")
     await bench.settle()
-    eventually(lambda: not bench.pods(), "no pod is left")
-    await bench.settle()
+    await counted(bench, 0)
     assert bench.condition("Ready")[:2] == ("True", "ScaledToZero")
     assert (bench.status()["replicas"], bench.status()["readyReplicas"]) == (0, 0)
 
@@ -360,8 +364,7 @@ async def test_kubectl_scale_of_the_service(bench: Bench) -> None:
     )
     scale = json.loads(text)
     assert scale["spec"] == {"replicas": 3}
-    eventually(lambda: len(bench.pods()) == 3, "three pods")
-    await bench.settle()
+    await counted(bench, 3)
     assert bench.status()["replicas"] == 3
     assert {pod["metadata"]["name"] for pod in bench.kubectl.list("pods", bench.status()["selector"])} == {
         pod["metadata"]["name"] for pod in bench.pods()
