@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise_operator.children.deployment import build_deployment
+from reprise_operator.children.gateway import GatewayPlan, plan_gateway
 from reprise_operator.children.memory import MemoryPlan, plan_memory
+from reprise_operator.children.monitor import build_pod_monitor
 from reprise_operator.children.service import build_service, service_url
-from reprise_operator.kinds import ResourceType
+from reprise_operator.hostnames import HostnameTaken
+from reprise_operator.kinds import POD_MONITORS, ResourceType
 from reprise_operator.naming import selector_string
 from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
@@ -32,7 +35,9 @@ class Plan:
     url: str
     """Where clients inside the cluster go, ending in /v1."""
     selector: str
-    asks: frozenset[ResourceType] = frozenset()
+    gateway: GatewayPlan | None
+    pod_monitor: Manifest | None
+    asks: frozenset[ResourceType]
     """The optional kinds (kinds.py) the spec asks for, available or not: when one comes or goes, the Plan changes."""
 
     @property
@@ -42,7 +47,9 @@ class Plan:
     @property
     def children(self) -> tuple[Manifest, ...]:
         """In the order they are applied."""
-        return (self.network_service, self.deployment)
+        gateway = self.gateway.children if self.gateway is not None else ()
+        monitor = () if self.pod_monitor is None else (self.pod_monitor,)
+        return (self.network_service, self.deployment, *gateway, *monitor)
 
     @property
     def secret_names(self) -> tuple[str, ...]:
@@ -62,20 +69,34 @@ class Plan:
 
 
 def plan(
-    service: InferenceService, settings: Settings, *, available: frozenset[ResourceType] = frozenset()
+    service: InferenceService,
+    settings: Settings,
+    *,
+    available: frozenset[ResourceType] = frozenset(),
+    taken: HostnameTaken | None = None,
 ) -> Plan:
     """Decide every child of `service`. The same arguments give the same Plan.
 
-    `available` are the optional kinds that can be used now; what the spec asks of others is left out.
+    `available` are the optional kinds that can be used now; what the spec asks of others is left out. `taken` is an
+    older service's claim to one of the host names: then there is no route.
     """
+    gateway = plan_gateway(service, settings, available=available, taken=taken)
+    monitor = service.spec.monitoring.pod_monitor
+    monitored = monitor is not None and monitor.enabled
+    asks = (gateway.asks if gateway is not None else frozenset()) | ({POD_MONITORS} if monitored else frozenset())
     memory = plan_memory(service)
     replicas = 0 if service.spec.suspend else service.spec.replicas
     return Plan(
         service=service,
         deployment=build_deployment(service, settings, replicas=replicas, memory=memory),
-        network_service=build_service(service),
+        network_service=build_service(service, sticky=gateway is not None and not gateway.is_reached),
         replicas=replicas,
         memory=memory,
         url=service_url(service),
         selector=selector_string(service.identity),
+        gateway=gateway,
+        pod_monitor=(
+            build_pod_monitor(service, monitor) if monitor is not None and POD_MONITORS in asks & available else None
+        ),
+        asks=asks,
     )

@@ -24,8 +24,6 @@ VALUES: dict[str, Any] = {
     "autoscaling": {"maxReplicas": 3},
     "rollout": {"maxSurge": 0},
     "disruption": {"minAvailable": 0},
-    "gateway": {"inferencePool": False},
-    "monitoring": {},
 }
 
 
@@ -47,7 +45,7 @@ def test_unset_fields_have_the_documented_defaults() -> None:
         "ascend910",
         DriverMode.AUTO,
     )
-    assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, "None")
+    assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, None)
     assert (spec.replicas, spec.suspend, spec.memory.utilization) == (1, False, None)
 
 
