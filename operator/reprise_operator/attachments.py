@@ -14,7 +14,7 @@ from reprise_operator.plan import Manifest, Plan
 from reprise_operator.rollout import find_child, key_of
 
 _WANTED = ("Accepted", "ResolvedRefs")
-"""Conditions that a gateway's controller writes for each parent of a route or pool, and that are True when all is well."""
+"""Conditions that a gateway's controller writes for each parent of a route or pool: True when all is well."""
 
 
 def attachment_conditions(plan: Plan, observed: Observed) -> tuple[Condition, ...]:

@@ -44,8 +44,8 @@ class HostnameTaken:
         what = "every host name" if self.hostname == ANY_HOST else self.hostname
         return (
             f"spec.gateway.hostnames: {what} at {self.parent} belongs to InferenceService {namespace}/{name}, which is "
-            "older. This one has no route; its pods and its Service go on. Choose another host name or another gateway, "
-            "or remove it from the other."
+            "older. This one has no route; its pods and its Service go on. Choose another host name or another "
+            "gateway, or remove it from the other."
         )
 
 

@@ -70,10 +70,10 @@ class Operator:
             settings=settings,
             metrics=metrics,
             health=self.health,
-            wake=lambda key: self.queue.add(key),
+            wake=self._wake,
         )
         self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers)
-        self.waker = Waker(lambda key, after: self.queue.add(key, after=after), health=self.health, metrics=metrics)
+        self.waker = Waker(self._wake, health=self.health, metrics=metrics)
         self.ready = False
         metrics.queue_depth.set_function(self.queue.depth)
         metrics.watch_behind.set_function(lambda: self.health.behind(time.time()))
@@ -166,8 +166,8 @@ class Operator:
                 raise WatchesEnded("the watches have ended") from watching.exception()
 
     async def _services(self) -> tuple[Body, ...]:
-        """All of them, once the CRD is there: kopf, when it serves one namespace, does not notice one that appears after
-        it has started."""
+        """All of them, once the CRD is there: kopf, when it serves one namespace, does not notice one that appears
+        after it has started."""
         told = False
         while True:
             try:
@@ -185,9 +185,10 @@ class Operator:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _discover(self) -> None:
-        await self.kinds.run(
-            wake=lambda key, after: self.queue.add(key, after=after), concerned=self.reconciler.concerned
-        )
+        await self.kinds.run(wake=self._wake, concerned=self.reconciler.concerned)
+
+    def _wake(self, key: Key, after: float = 0.0) -> None:
+        self.queue.add(key, after=after)
 
     async def _resync(self) -> None:
         """Puts every service into the queue now and then, spread over a tenth of the time: what no event told of is

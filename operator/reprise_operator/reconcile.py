@@ -182,9 +182,9 @@ class Reconciler:
             try:
                 result = await self.cluster.apply(action.manifest, present=present)
             except ClusterError as error:
-                # A kind whose CRD has just been deleted is one that the next poll of the optional kinds knows of.
-                vanished = error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}
-                if error.status != 500 and not vanished:
+                if error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}:
+                    self.kinds.look_again()  # its CRD may have been deleted since the last poll
+                elif error.status != 500:
                     raise
                 # The API server is there, but a webhook, say, is not, and may not be for long: the status says so.
                 faults[str(action.key)] = error.message

@@ -206,6 +206,12 @@ def _check_conflicts(service: InferenceService) -> None:
 
 def _check_gateway(gateway: GatewaySpec) -> None:
     picker = gateway.endpoint_picker
+    if not gateway.parent_refs and picker is None:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway asks for nothing: give spec.gateway.parentRefs, the Gateways of a route, or "
+            "spec.gateway.endpointPicker, for a pool.",
+        )
     if gateway.hostnames and not gateway.parent_refs:
         raise SpecError(
             "InvalidSpec",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
@@ -25,19 +26,24 @@ def is_served(kubectl: Kubectl, kind: ResourceType) -> bool:
     return True
 
 
+def _is_gone(kubectl: Kubectl, kind: ResourceType) -> bool:
+    return not is_served(kubectl, kind)
+
+
 def install(kubectl: Kubectl, *kinds: ResourceType) -> None:
     for kind in kinds:
         # On the server's side: the annotation of a client-side apply has no room for it.
         kubectl("apply", "--server-side", "-f", str(CRDS / f"{kind.plural}.yaml"))
     for kind in kinds:
-        eventually(lambda kind=kind: is_served(kubectl, kind), f"{_name(kind)} is served")
+        eventually(partial(is_served, kubectl, kind), f"{_name(kind)} is served")
 
 
 def remove(kubectl: Kubectl, *kinds: ResourceType) -> None:
+    names = [_name(kind) for kind in kinds if is_served(kubectl, kind)]
+    if names:
+        kubectl("delete", "crd", *names, "--timeout=50s")
     for kind in kinds:
-        kubectl("delete", "crd", _name(kind), "--ignore-not-found", "--timeout=30s")
-    for kind in kinds:
-        eventually(lambda kind=kind: not is_served(kubectl, kind), f"{_name(kind)} is gone")
+        eventually(partial(_is_gone, kubectl, kind), f"{_name(kind)} is gone")
 
 
 @contextmanager

@@ -233,9 +233,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("devices of a cpu", {"accelerator": {"profile": "cpu", "count": 1}}, "has no device"),
     ("resource", {"accelerator": {"resourceName": "npu"}}, "such as huawei.com/Ascend910"),
     ("port", {"service": {"port": 70_000}}, "less than or equal to 65535"),
-    ("host names for nobody", {"gateway": {"hostnames": ["a.example"]}}, "hostnames need parentRefs"),
+    ("gateway for nothing", {"gateway": {}}, "give parentRefs, the Gateways of a route, or endpointPicker"),
+    (
+        "host names for nobody",
+        {"gateway": {"hostnames": ["a.example"], "endpointPicker": {"name": "p"}}},
+        "hostnames need parentRefs",
+    ),
     ("host name", {"gateway": {**ROUTED, "hostnames": ["LLM.example"]}}, "must be a host name in lower case"),
-    ("pool without a picker", {"gateway": {**ROUTED, "inferencePool": True}}, "inferencePool: true needs endpointPicker"),
+    (
+        "pool without a picker",
+        {"gateway": {**ROUTED, "inferencePool": True}},
+        "inferencePool: true needs endpointPicker",
+    ),
     (
         "picker without a pool",
         {"gateway": {"inferencePool": False, "endpointPicker": {"name": "p"}}},
@@ -274,7 +283,13 @@ ACCEPTED: list[dict[str, Any]] = [
     {"runtime": {"resources": {"limits": {"cpu": 4, "memory": "16Gi", "ephemeral-storage": "1.5e3"}}}},
     {"prefixCaching": {"blockSize": 16}, **CPU},
     {"gateway": {**ROUTED, "hostnames": ["llm.example.com", "*.example.com"]}},
-    {"gateway": {**ROUTED, "inferencePool": True, "endpointPicker": {"name": "p", "port": 9, "failureMode": "FailOpen"}}},
+    {
+        "gateway": {
+            **ROUTED,
+            "inferencePool": True,
+            "endpointPicker": {"name": "p", "port": 9, "failureMode": "FailOpen"},
+        }
+    },
     {"gateway": {"endpointPicker": {"managed": True, "resources": {"requests": {"cpu": 2}}}}},
     {"monitoring": {"podMonitor": {"enabled": True, "interval": "1m30s", "labels": {"release": "x"}}}},
     {"replicas": 0},

@@ -18,9 +18,21 @@ from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan, plan
 from reprise_operator.settings import Settings
 from reprise_operator.spec import SpecError, parse
-from tests.operator.factories import NOW, SETTINGS, body, child, conditions, deployment_status, kstatus, message
+from tests.operator.factories import (
+    NOW,
+    SETTINGS,
+    body,
+    child,
+    conditions,
+    deployment_status,
+    kstatus,
+    message,
+    planned,
+    pod,
+    reason,
+    status_of,
+)
 from tests.operator.factories import observed as observed_with
-from tests.operator.factories import planned, pod, reason, status_of
 
 ALL = frozenset({HTTP_ROUTES, INFERENCE_POOLS, POD_MONITORS})
 ROUTE_ONLY = {"parentRefs": [{"name": "main"}], "hostnames": ["llm.example.com"]}
@@ -199,7 +211,9 @@ def test_a_managed_picker_is_reached_by_the_pool_and_gets_no_clients_requests() 
     assert port["port"] == reference["port"]["number"] == 9100
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert network_service["spec"]["selector"].items() <= labels.items()
-    assert deployment["spec"]["selector"]["matchLabels"] == network_service["spec"]["selector"] == {PICKER_LABEL: "qwen"}
+    assert (
+        deployment["spec"]["selector"]["matchLabels"] == network_service["spec"]["selector"] == {PICKER_LABEL: "qwen"}
+    )
     assert NAME_LABEL not in labels, "the engine's Service and pool would select it"
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     ports = {item["name"]: item["containerPort"] for item in container["ports"]}
@@ -236,6 +250,10 @@ def test_a_picker_has_the_services_pull_secrets_and_resources_and_sleeps_with_it
         "limits": {"memory": "8Gi"},
     }
     assert deployment["spec"]["replicas"] == 0
+    more = {"managed": True, "resources": {"requests": {"memory": "8Gi"}}}
+    _, deployment = picker(gated({**ROUTE_ONLY, "endpointPicker": more}))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"] == {"requests": {"cpu": "500m", "memory": "8Gi"}, "limits": {}}, "no limit below it"
 
 
 def test_a_long_name_keeps_the_picker_within_a_dns_label() -> None:
@@ -251,7 +269,13 @@ def test_a_long_name_keeps_the_picker_within_a_dns_label() -> None:
 @pytest.mark.parametrize(
     ("gateway", "words"),
     [
-        ({"hostnames": ["a.example"]}, "spec.gateway.hostnames is given without spec.gateway.parentRefs"),
+        ({}, "spec.gateway asks for nothing"),
+        ({"inferencePool": False}, "spec.gateway asks for nothing"),
+        ({"hostnames": ["a.example"]}, "spec.gateway asks for nothing"),
+        (
+            {"hostnames": ["a.example"], "endpointPicker": {"name": "p"}},
+            "spec.gateway.hostnames is given without spec.gateway.parentRefs",
+        ),
         ({**ROUTE_ONLY, "inferencePool": True}, "inferencePool is true without spec.gateway.endpointPicker"),
         ({**OWN, "inferencePool": False}, "spec.gateway.inferencePool is false"),
         ({"endpointPicker": {}}, "either the name of a picker's Service, or managed: true"),
@@ -331,6 +355,11 @@ def parents(*answers: tuple[str, str, str], generation: int | None = None) -> di
 
 
 ACCEPTED = parents(("Accepted", "True", ""), ("ResolvedRefs", "True", ""))
+REFUSED_POD = {
+    "type": "ReplicaFailure",
+    "status": "True",
+    "message": 'error looking up service account llm/reprise-endpoint-picker: serviceaccount "x" not found',
+}
 
 
 @pytest.mark.parametrize(
@@ -340,7 +369,7 @@ ACCEPTED = parents(("Accepted", "True", ""), ("ResolvedRefs", "True", ""))
         (gated(OWN), {}, ("Unknown", "Waiting"), "Gateway main"),
         (gated(OWN), {"HTTPRoute": parents(("Accepted", "True", ""), generation=3)}, ("True", "Routed"), "accepted"),
         (gated(OWN), {"HTTPRoute": parents(("Accepted", "True", ""), generation=2)}, ("Unknown", "Waiting"), "main"),
-        (gated(OWN), {"HTTPRoute": parents(("Accepted", "False", "old"), generation=2)}, ("Unknown", "Waiting"), "main"),
+        (gated(OWN), {"HTTPRoute": parents(("Accepted", "False", "x"), generation=2)}, ("Unknown", "Waiting"), "main"),
         (
             gated(OWN),
             {"HTTPRoute": parents(("Accepted", "False", "no such listener"))},
@@ -360,15 +389,13 @@ ACCEPTED = parents(("Accepted", "True", ""), ("ResolvedRefs", "True", ""))
         (gated(MANAGED), {"HTTPRoute": ACCEPTED}, ("True", "Routed"), "HTTPRoute/qwen"),
         (
             gated(MANAGED),
-            {"HTTPRoute": ACCEPTED, "Picker": {"conditions": [
-                {"type": "ReplicaFailure", "status": "True", "message": 'serviceaccount "reprise-endpoint-picker" not found'}
-            ]}},
+            {"HTTPRoute": ACCEPTED, "Picker": {"conditions": [REFUSED_POD]}},
             ("False", "EndpointPickerNotReady"),
-            'serviceaccount "reprise-endpoint-picker" not found',
+            "error looking up service account llm/reprise-endpoint-picker",
         ),
         (gated(MANAGED, spec={"suspend": True}), {"HTTPRoute": ACCEPTED}, ("True", "Routed"), ""),
     ],
-)  # fmt: skip
+)
 def test_gateway_ready(made: Plan, statuses: dict[str, Any], expected: tuple[str, str], words: str) -> None:
     status = status_of(made, seen(made, **statuses))
     assert conditions(status)["GatewayReady"] == expected

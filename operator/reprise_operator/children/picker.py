@@ -92,7 +92,9 @@ def _deployment(service: InferenceService, settings: Settings, picker: EndpointP
             {"name": "grpc-health", "containerPort": HEALTH_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
         ],
-        "env": [{"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}} for name, path in _ENV],
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}} for name, path in _ENV
+        ],
         "livenessProbe": {**_PROBE, "initialDelaySeconds": 5, "periodSeconds": 10},
         "readinessProbe": {**_PROBE, "periodSeconds": 2},
         "resources": _resources(picker),
@@ -168,8 +170,10 @@ def _args(service: InferenceService) -> list[str]:
 
 
 def _resources(picker: EndpointPickerSpec) -> dict[str, Any]:
-    limits = {**_LIMITS, **picker.resources.limits}
-    return {"requests": {**_REQUESTS, **picker.resources.requests}, "limits": limits}
+    asked = picker.resources
+    # Ours may be less than what is asked for, and a limit below a request is refused.
+    limits = asked.limits if "memory" in asked.requests else {**_LIMITS, **asked.limits}
+    return {"requests": {**_REQUESTS, **asked.requests}, "limits": dict(limits)}
 
 
 def _selector(service: InferenceService) -> dict[str, str]:
