@@ -123,13 +123,16 @@ def test_the_plan_says_which_kinds_it_asks_for_also_when_they_are_not_there() ->
 
 
 def test_a_stream_is_not_cut_off_and_parents_are_as_given() -> None:
-    parents = [{"name": "main", "namespace": "infra", "sectionName": "https", "port": 443}, {"name": "b"}]
+    parents: list[dict[str, Any]] = [
+        {"name": "main", "namespace": "infra", "sectionName": "https", "port": 443},
+        {"name": "b"},
+    ]
     made = gated({"parentRefs": parents, "hostnames": ["a.example", "*.b.example"]})
     assert made.gateway is not None
     assert made.gateway.route is not None
     spec = made.gateway.route["spec"]
     assert spec["rules"][0]["timeouts"] == {"request": "0s", "backendRequest": "0s"}
-    group = {"group": "gateway.networking.k8s.io", "kind": "Gateway"}
+    group: dict[str, Any] = {"group": "gateway.networking.k8s.io", "kind": "Gateway"}
     assert spec["parentRefs"] == [{**group, **parent} for parent in parents]
     assert spec["hostnames"] == ["a.example", "*.b.example"]
     assert "hostnames" not in gated({"parentRefs": [{"name": "b"}]}).children[-1]["spec"]

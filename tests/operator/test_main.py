@@ -24,7 +24,7 @@ from reprise_operator.options import JsonFormatter, parse_options
 from tests.operator.optional_crds import install, none_left, remove
 from tests.support.kubectl import Kubectl, eventually
 
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "serving.reprise.io/v1alpha1",
     "kind": "InferenceService",
     "metadata": {"name": "qwen"},
