@@ -1,7 +1,8 @@
 """(Plan, Observed, now) → how the service is doing, as one Diagnosis. Pure.
 
 The questions are asked in order, and the first answer counts:
-taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → progress.
+taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → a host
+name that is an older service's → progress.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def counts(deployment: ObservedChild | None) -> DeploymentCounts:
 
 def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     """How the service is doing now."""
-    taken = conflicts(plan, observed)
-    if taken:
-        return _stalled("NameTaken", " ".join(conflict.message for conflict in taken))
+    names = conflicts(plan, observed)
+    if names:
+        return _stalled("NameTaken", " ".join(conflict.message for conflict in names))
     refused = [
         f"{child}: {message}"
         for child, message in sorted(observed.apply_errors.items())
@@ -80,11 +81,14 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     if refused:
         return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
     deployment = find_child(observed, key_of(plan.deployment))
-    if _is_ready(plan, observed, deployment):
+    taken = _hostname_taken(plan)
+    if taken is None and _is_ready(plan, observed, deployment):
         return _ready(plan, deployment)
     failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(deployment)
     if failure is not None:
         return failure
+    if taken is not None:
+        return taken
     waiting = _unschedulable(observed, counts(deployment), now) or _first_crash(observed)
     if _has_enough(plan, observed, deployment):
         return _growing(plan, deployment, waiting)
@@ -154,6 +158,11 @@ def _growing(plan: Plan, deployment: ObservedChild | None, waiting: Diagnosis | 
     if waiting is not None:
         message += f" {waiting.message}"
     return Diagnosis(state=State.READY, reason="Ready", message=message)
+
+
+def _hostname_taken(plan: Plan) -> Diagnosis | None:
+    taken = plan.gateway.taken if plan.gateway is not None else None
+    return None if taken is None else _stalled("HostnameTaken", taken.message)
 
 
 def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:

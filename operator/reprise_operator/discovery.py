@@ -10,6 +10,7 @@ which elsewhere a watch would tell. Any other failure is no answer: what was kno
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -91,9 +92,7 @@ def touched(before: Poll, after: Poll) -> frozenset[Key]:
         return frozenset()  # the kind itself came or went, which concerns everybody who asks for it
     names = {*before.traces, *after.traces}
     pairs = ((before.traces.get(name), after.traces.get(name)) for name in names)
-    return frozenset(
-        trace.owner for pair in pairs if pair[0] != pair[1] for trace in pair if trace is not None
-    )
+    return frozenset(trace.owner for pair in pairs if pair[0] != pair[1] for trace in pair if trace is not None)
 
 
 class OptionalKinds:
@@ -112,6 +111,7 @@ class OptionalKinds:
         self._namespace = namespace
         self._period = period
         self._polls = {kind: Poll() for kind in kinds}
+        self._doubt = asyncio.Event()
 
     @property
     def available(self) -> frozenset[ResourceType]:
@@ -124,6 +124,10 @@ class OptionalKinds:
     def held_by(self, owner_uid: str) -> frozenset[ResourceType]:
         """The kinds of which the owner had an object at the last poll."""
         return frozenset(kind for kind, poll in self._polls.items() if owner_uid in poll.owners)
+
+    def look_again(self) -> None:
+        """Polls at once: an object of a kind that was there could not be applied, as if the kind had gone."""
+        self._doubt.set()
 
     async def first(self) -> None:
         """Polls until each kind has an answer, or the API server was asked often enough: before any service is looked
@@ -154,7 +158,10 @@ class OptionalKinds:
         """Polls each period until cancelled. `wake` is given a key and after how many seconds it is due; `concerned`
         names the services that ask for one of some kinds, there or not."""
         while True:
-            await asyncio.sleep(self._period * (0.9 + 0.1 * random.random()))  # noqa: S311 - spreads load
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period * (0.9 + 0.1 * random.random())):  # noqa: S311 - spreads load
+                    await self._doubt.wait()
+            self._doubt.clear()
             changed, woken = await self.poll()
             for key in woken:
                 wake(key, 0.0)

@@ -56,6 +56,13 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     )
     add("--reprise-image", defaults.reprise_image, str, "image of the reprise runtime where the spec names none")
     add("--vllm-ascend-image", defaults.vllm_ascend_image, str, "image of the vllm-ascend runtime, likewise")
+    add("--endpoint-picker-image", defaults.endpoint_picker_image, str, "image of managed endpoint pickers")
+    add(
+        "--endpoint-picker-service-account",
+        defaults.endpoint_picker_service_account,
+        str,
+        "their service account, in the namespace of each",
+    )
     add("--workers", defaults.workers, int, "reconciles at a time")
     add("--resync-seconds", defaults.resync_seconds, float, "every service is looked at this often without any news")
     add("--discovery-seconds", defaults.discovery_seconds, float, "how often optional kinds are looked for")
@@ -97,6 +104,8 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             namespace=values.namespace or None,
             reprise_image=values.reprise_image,
             vllm_ascend_image=values.vllm_ascend_image,
+            endpoint_picker_image=values.endpoint_picker_image,
+            endpoint_picker_service_account=values.endpoint_picker_service_account,
             workers=values.workers,
             resync_seconds=values.resync_seconds,
             discovery_seconds=values.discovery_seconds,

@@ -9,9 +9,12 @@ from typing import Any
 from reprise_operator.children.autoscaler import autoscaler_type, build_autoscaler
 from reprise_operator.children.deployment import build_deployment
 from reprise_operator.children.disruption import build_disruption_budget
+from reprise_operator.children.gateway import GatewayPlan, plan_gateway
 from reprise_operator.children.memory import MemoryPlan, plan_memory
+from reprise_operator.children.monitor import build_pod_monitor
 from reprise_operator.children.service import build_service, service_url
-from reprise_operator.kinds import AUTOSCALER_TYPES, DISRUPTION_BUDGETS, ResourceType
+from reprise_operator.hostnames import HostnameTaken
+from reprise_operator.kinds import AUTOSCALER_TYPES, DISRUPTION_BUDGETS, POD_MONITORS, ResourceType
 from reprise_operator.naming import selector_string
 from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
@@ -34,7 +37,9 @@ class Plan:
     url: str
     """Where clients inside the cluster go, ending in /v1."""
     selector: str
-    asks: frozenset[ResourceType] = frozenset()
+    gateway: GatewayPlan | None
+    pod_monitor: Manifest | None
+    asks: frozenset[ResourceType]
     """The optional kinds (kinds.py) the spec asks for, available or not: when one comes or goes, the Plan changes."""
     autoscaled: bool = False
     """Whether the number of pods is an autoscaler's to decide now, there or not."""
@@ -51,7 +56,16 @@ class Plan:
         # Of a service that is suspended the autoscaler is told first, or it would bring the pods back.
         before = self.autoscaler if self.service.spec.suspend else None
         after = None if self.service.spec.suspend else self.autoscaler
-        optional = (self.network_service, before, self.deployment, after, self.disruption_budget)
+        gateway = self.gateway.children if self.gateway is not None else ()
+        optional = (
+            self.network_service,
+            before,
+            self.deployment,
+            after,
+            self.disruption_budget,
+            *gateway,
+            self.pod_monitor,
+        )
         return tuple(manifest for manifest in optional if manifest is not None)
 
     @property
@@ -71,12 +85,23 @@ class Plan:
         return tuple(dict.fromkeys(claims))
 
 
-def plan(service: InferenceService, settings: Settings, *, available: frozenset[ResourceType] = frozenset()) -> Plan:
+def plan(
+    service: InferenceService,
+    settings: Settings,
+    *,
+    available: frozenset[ResourceType] = frozenset(),
+    taken: HostnameTaken | None = None,
+) -> Plan:
     """Decide every child of `service`. The same arguments give the same Plan.
 
-    `available` are the optional kinds that can be used now; what the spec asks of others is left out. Raises SpecError
+    `available` are the optional kinds that can be used now; what the spec asks of others is left out. `taken` is an
+    older service's claim to one of the host names: then there is no route. Raises SpecError
     where the spec needs a setting that the operator was not given.
     """
+    gateway = plan_gateway(service, settings, available=available, taken=taken)
+    monitor = service.spec.monitoring.pod_monitor
+    monitored = monitor is not None and monitor.enabled
+    asks = (gateway.asks if gateway is not None else frozenset()) | ({POD_MONITORS} if monitored else frozenset())
     memory = plan_memory(service)
     replicas = _replicas(service)
     # Where an autoscaler decides, the manifest leaves the number out; replicas.py puts it in when it has to be there.
@@ -87,13 +112,17 @@ def plan(service: InferenceService, settings: Settings, *, available: frozenset[
     return Plan(
         service=service,
         deployment=deployment,
-        network_service=build_service(service),
+        network_service=build_service(service, sticky=gateway is not None and not gateway.is_reached),
         replicas=replicas,
         autoscaled=autoscaled,
         memory=memory,
         url=service_url(service),
         selector=selector_string(service.identity),
-        asks=frozenset(scaling),
+        gateway=gateway,
+        pod_monitor=(
+            build_pod_monitor(service, monitor) if monitor is not None and POD_MONITORS in asks & available else None
+        ),
+        asks=asks | frozenset(scaling),
         autoscaler=next((usable[kind] for kind in AUTOSCALER_TYPES if kind in usable), None),
         disruption_budget=usable.get(DISRUPTION_BUDGETS),
     )

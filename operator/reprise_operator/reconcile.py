@@ -19,16 +19,17 @@ from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
+from reprise_operator.hostnames import Hostnames, claim_of
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.metrics import OperatorMetrics
-from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
+from reprise_operator.naming import OWNER_UID_LABEL, child_name, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan, plan
 from reprise_operator.replicas import leaving
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.settings import Settings
-from reprise_operator.spec import Identity, SpecError, identity_of, parse
+from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, parse
 from reprise_operator.status import build_status
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -66,11 +67,14 @@ class Reconciler:
     settings: Settings
     metrics: OperatorMetrics
     health: WatchHealth
+    wake: Callable[[Key], None]
+    """Asks for a pass of another service: one whose host names it has, or had."""
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
 
     def __post_init__(self) -> None:
         self._memories: dict[Key, _Memory] = {}
+        self._hostnames = Hostnames()
 
     async def __call__(self, key: Key) -> float | None:
         """The work queue's handler: `reconcile`, its faults turned into a retry, both counted."""
@@ -102,7 +106,8 @@ class Reconciler:
         identity = identity_of(body)
         memory = self._recall(key, identity)
 
-        planned = self._plan(body)
+        self._claim(key, body)
+        planned = self._plan(key, body)
         if isinstance(planned, Plan):
             memory.asks = planned.asks
             await self._tell_of_scaling(body, planned, memory)
@@ -119,9 +124,16 @@ class Reconciler:
 
     # The steps ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, body: Body) -> Plan | SpecError:
+    def _claim(self, key: Key, body: Body | None) -> None:
+        """Notes which host names the service wants, and wakes whom that concerns."""
+        claim = None if body is None else claim_of(body["metadata"], gateway_of(body))
+        for namespace, name in self._hostnames.put((key.namespace, key.name), claim):
+            self.wake(Key(namespace, name))
+
+    def _plan(self, key: Key, body: Body) -> Plan | SpecError:
+        taken = self._hostnames.taken((key.namespace, key.name))
         try:
-            return plan(parse(body), self.settings, available=self.kinds.available)
+            return plan(parse(body), self.settings, available=self.kinds.available, taken=taken)
         except SpecError as error:
             return error
 
@@ -146,7 +158,7 @@ class Reconciler:
             missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
             template_hash=current_template_hash(
-                _deployment(children), await self.cluster.replica_sets(namespace, labels)
+                _deployment(children, identity), await self.cluster.replica_sets(namespace, labels)
             ),
             apply_errors=dict(memory.refused),
         )
@@ -179,9 +191,9 @@ class Reconciler:
             try:
                 result = await self.cluster.apply(action.manifest, present=present, hand_over=action.hand_over)
             except ClusterError as error:
-                # A kind whose CRD has just been deleted is one that the next poll of the optional kinds knows of.
-                vanished = error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}
-                if error.status != 500 and not vanished:
+                if error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}:
+                    self.kinds.look_again()  # its CRD may have been deleted since the last poll
+                elif error.status != 500:
                     raise
                 # The API server is there, but a webhook, say, is not, and may not be for long: the status says so.
                 faults[str(action.key)] = error.message
@@ -197,8 +209,8 @@ class Reconciler:
                     await self._applied(body, action, result, present, memory)
                     children[action.key] = _child(action, result)
         after = tuple(children.values())
-        deployment = _deployment(after)
-        changed = deployment is not _deployment(observed.children)
+        deployment = _deployment(after, planned.identity)
+        changed = deployment is not _deployment(observed.children, planned.identity)
         return (
             replace(
                 observed,
@@ -280,6 +292,13 @@ class Reconciler:
             return None
         return self.settings.scrape_seconds * (1.0 - 0.1 * self.random_unit())
 
+    def prime(self, services: Collection[Body]) -> None:
+        """Takes note of all services before any of them is looked at: the first pass of one must know the others'
+        host names."""
+        for body in services:
+            claim = claim_of(body["metadata"], gateway_of(body))
+            self._hostnames.put((body["metadata"]["namespace"], body["metadata"]["name"]), claim)
+
     def concerned(self, kinds: Collection[ResourceType]) -> tuple[Key, ...]:
         """The services that ask for one of the optional `kinds`."""
         return tuple(key for key, memory in self._memories.items() if not memory.asks.isdisjoint(kinds))
@@ -299,6 +318,7 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         """The service is gone."""
         self._drop(key)
+        self._claim(key, None)
         self.health.forget(key)
 
     def _drop(self, key: Key) -> None:
@@ -308,8 +328,10 @@ class Reconciler:
         self.metrics.services.set(len(self._memories))
 
 
-def _deployment(children: tuple[ObservedChild, ...]) -> Body | None:
-    return next((child.body for child in children if child.kind == "Deployment" and child.owned), None)
+def _deployment(children: tuple[ObservedChild, ...], identity: Identity) -> Body | None:
+    """The engine's; an endpoint picker has one, too."""
+    key = ("Deployment", child_name(identity))
+    return next((child.body for child in children if (child.kind, child.name) == key and child.owned), None)
 
 
 def _is_settled(deployment: Body | None) -> bool:

@@ -125,13 +125,13 @@ def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied
     known = applied or {}
     planned = {key_of(manifest): manifest for manifest in plan.children}
     actions: list[Action] = []
-    for key, manifest in planned.items():
-        child, hand_over = find_child(observed, key), None
-        if manifest is plan.autoscaler and unplanned_autoscalers(plan, observed):
+    for key, made in planned.items():
+        child, manifest, hand_over = find_child(observed, key), made, None
+        if made is plan.autoscaler and unplanned_autoscalers(plan, observed):
             continue  # two autoscalers of one workload write in turns: the old one is deleted and seen gone first
-        if manifest is plan.deployment:
+        if made is plan.deployment:
             replicas = replicas_of(plan, child, observed)
-            manifest, hand_over = with_replicas(manifest, replicas.claimed), replicas.hand_over
+            manifest, hand_over = with_replicas(made, replicas.claimed), replicas.hand_over
         if child is None:
             actions.append(Apply(key=key, manifest=manifest, uid=None))
         elif not child.terminating and _is_ours(plan, child) and not _is_current(manifest, child, known.get(key)):

@@ -21,6 +21,9 @@ class Settings:
     namespace: str | None = None
     reprise_image: str = "ghcr.io/reprise/reprise-engine:0.1.0"
     vllm_ascend_image: str = "quay.io/ascend/vllm-ascend:v0.23.0"
+    endpoint_picker_image: str = "ghcr.io/llm-d/llm-d-router-endpoint-picker:v0.9.0"
+    endpoint_picker_service_account: str = "reprise-endpoint-picker"
+    """Of managed endpoint pickers, in the namespace of each: the chart, or the administrator, makes it."""
     workers: int = 4
     resync_seconds: float = 300.0
     discovery_seconds: float = 60.0

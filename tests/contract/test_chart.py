@@ -81,6 +81,7 @@ def test_where_keda_finds_prometheus() -> None:
     [
         ({}, None, NAMESPACE, Settings().reprise_image),
         ({"watchNamespace": "models", "leaderElection": False}, "models", None, Settings().reprise_image),
+        ({"endpointPicker": {"image": "r.example/p:1"}}, None, NAMESPACE, Settings().reprise_image),
         ({"engine": {"image": "r.example/e:1"}, "extraArgs": ["--workers=9"]}, None, NAMESPACE, "r.example/e:1"),
     ],
 )
@@ -90,6 +91,9 @@ def test_its_arguments_parse_in_the_operator(
     options = parse_options(container(values)["args"], {})
     assert (options.settings.namespace, options.lease_namespace) == (namespace, lease)
     assert options.settings.reprise_image == image
+    picker = values.get("endpointPicker", {}).get("image", Settings().endpoint_picker_image)
+    assert options.settings.endpoint_picker_image == picker
+    assert options.settings.endpoint_picker_service_account == Settings().endpoint_picker_service_account
     assert options.settings.workers == (9 if "extraArgs" in values else Settings().workers)
 
 
@@ -121,6 +125,7 @@ def test_every_value_has_a_schema_and_a_wrong_one_is_refused() -> None:
         {"watchNamespace": "Not A Name"},
         {"log": {"level": "loud"}},
         {"extraArgs": ["-A"]},
+        {"endpointPicker": {"namespaces": ["Not A Name"]}},
     ):
         with pytest.raises(helm_python.HelmError):
             render(wrong)

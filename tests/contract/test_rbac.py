@@ -174,6 +174,33 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
     assert union(asked) == union(PERMISSIONS)
 
 
+def test_endpoint_pickers_get_their_rights_from_the_chart_and_may_only_read() -> None:
+    """The operator could give rights only if it had them; so whoever installs the chart gives them."""
+    manifests = render({"endpointPicker": {"namespaces": ["llm", "team-b"], "serviceAccount": "pickers"}})
+    accounts = [
+        manifest["metadata"]["namespace"]
+        for manifest in manifests
+        if manifest["kind"] == "ServiceAccount" and manifest["metadata"]["name"] == "pickers"
+    ]
+    assert accounts == ["llm", "team-b"]
+    roles = [role for role in manifests if role["kind"] == "Role" and role["metadata"]["namespace"] in accounts]
+    assert [role["metadata"]["namespace"] for role in roles] == accounts
+    for role in roles:
+        table = granted(role)
+        assert {verb for verbs in table.values() for verb in verbs} == {"get", "list", "watch"}
+        assert {("", "pods"), ("inference.networking.k8s.io", "inferencepools")} <= set(table)
+        assert ("", "secrets") not in table
+    bindings = [
+        binding
+        for binding in manifests
+        if binding["kind"] == "RoleBinding" and binding["metadata"]["namespace"] in accounts
+    ]
+    for binding in bindings:
+        namespace = binding["metadata"]["namespace"]
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "pickers", "namespace": namespace}]
+    assert len(bindings) == 2
+
+
 # With the account's own token, on an API server that has RBAC -------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ def output(name: str) -> Path:
 
 
 def render(path: Path) -> str:
-    """The children of the InferenceService in `path`, as YAML documents."""
+    """The children of the InferenceService in `path`, as YAML documents, where every optional kind is there."""
     given = yaml.safe_load(path.read_text())
     given["metadata"] = {"namespace": "default", "uid": UID, "generation": 1, **given["metadata"]}
     made = plan(parse(given), Settings(), available=frozenset(OPTIONAL_TYPES))

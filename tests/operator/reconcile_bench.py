@@ -66,17 +66,19 @@ class Bench:
     clock: Clock
     settings: Settings
     requests: list[tuple[str, str]] = field(default_factory=list)
+    woken: list[Key] = field(default_factory=list)
+    """Whom a pass has asked to be looked at."""
 
     @property
     def key(self) -> Key:
         return Key(self.kubectl.namespace, NAME)
 
-    def apply(self, spec: dict[str, Any] | None = None) -> None:
+    def apply(self, spec: dict[str, Any] | None = None, *, name: str = NAME) -> None:
         self.kubectl.apply(
             {
                 "apiVersion": "serving.reprise.io/v1alpha1",
                 "kind": "InferenceService",
-                "metadata": {"name": NAME},
+                "metadata": {"name": name},
                 "spec": {"model": {"uri": "hostpath:///m"}, "accelerator": {"profile": "cpu"}, **(spec or {})},
             }
         )
@@ -153,7 +155,7 @@ class Bench:
 
 @asynccontextmanager
 async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
-    engine, clock, requests = Engine(), Clock(), list[tuple[str, str]]()
+    engine, clock, requests, woken = Engine(), Clock(), list[tuple[str, str]](), list[Key]()
     metrics = OperatorMetrics()
 
     def on_request(verb: str, resource: ResourceType, outcome: str) -> None:
@@ -178,11 +180,18 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
             settings=settings,
             metrics=metrics,
             health=WatchHealth(),
+            wake=woken.append,
             clock=clock,
         )
         await reconciler.kinds.poll()
         requests.clear()
         yield Bench(
-            kubectl=kubectl, reconciler=reconciler, engine=engine, clock=clock, settings=settings, requests=requests
+            kubectl=kubectl,
+            reconciler=reconciler,
+            engine=engine,
+            clock=clock,
+            settings=settings,
+            requests=requests,
+            woken=woken,
         )
     await runner.cleanup()

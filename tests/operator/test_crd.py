@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from reprise_operator.children.profiles import PROFILES
-from reprise_operator.kinds import SCALED_OBJECTS
-from reprise_operator.resource import Spec
+from reprise_operator.kinds import DISRUPTION_BUDGETS, HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES
+from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
 from tests.contract.apiserver.replay import client_of, install_definitions
@@ -171,6 +171,7 @@ def refusal(server: httpx.Client, body: Mapping[str, Any], **options: str) -> tu
 
 VLLM = {"runtime": {"name": "vllm-ascend"}}
 CPU = {"accelerator": {"profile": "cpu"}}
+ROUTED = {"parentRefs": [{"name": "main"}]}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("scheme", {"model": {"uri": "file:///m"}}, "must be hostpath:///absolute/path"),
@@ -250,6 +251,36 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("devices of a cpu", {"accelerator": {"profile": "cpu", "count": 1}}, "has no device"),
     ("resource", {"accelerator": {"resourceName": "npu"}}, "such as huawei.com/Ascend910"),
     ("port", {"service": {"port": 70_000}}, "less than or equal to 65535"),
+    ("gateway for nothing", {"gateway": {}}, "give parentRefs, the Gateways of a route, or endpointPicker"),
+    (
+        "host names for nobody",
+        {"gateway": {"hostnames": ["a.example"], "endpointPicker": {"name": "p"}}},
+        "hostnames need parentRefs",
+    ),
+    ("host name", {"gateway": {**ROUTED, "hostnames": ["LLM.example"]}}, "must be a host name in lower case"),
+    (
+        "pool without a picker",
+        {"gateway": {**ROUTED, "inferencePool": True}},
+        "inferencePool: true needs endpointPicker",
+    ),
+    (
+        "picker without a pool",
+        {"gateway": {"inferencePool": False, "endpointPicker": {"name": "p"}}},
+        "and false excludes it",
+    ),
+    ("two pickers", {"gateway": {"endpointPicker": {"name": "p", "managed": True}}}, "or managed: true"),
+    ("no picker", {"gateway": {"endpointPicker": {"managed": False}}}, "or managed: true"),
+    (
+        "resources of somebody else's",
+        {"gateway": {"endpointPicker": {"name": "p", "resources": {"limits": {"cpu": 1}}}}},
+        "resources are of a managed picker",
+    ),
+    ("interval", {"monitoring": {"podMonitor": {"interval": "30"}}}, "must be a duration such as 30s"),
+    (
+        "monitor's labels",
+        {"monitoring": {"podMonitor": {"labels": {"serving.reprise.io/name": "x"}}}},
+        "are the operator's own",
+    ),
     (
         "selector",
         {"podTemplate": {"metadata": {"labels": {"serving.reprise.io/name": "x"}}}},
@@ -269,6 +300,16 @@ ACCEPTED: list[dict[str, Any]] = [
     {"runtime": {"extraArgs": ["--max-num-seqs", "3", "--ports=2", '{"port": 1}', ""]}},
     {"runtime": {"resources": {"limits": {"cpu": 4, "memory": "16Gi", "ephemeral-storage": "1.5e3"}}}},
     {"prefixCaching": {"blockSize": 16}, **CPU},
+    {"gateway": {**ROUTED, "hostnames": ["llm.example.com", "*.example.com"]}},
+    {
+        "gateway": {
+            **ROUTED,
+            "inferencePool": True,
+            "endpointPicker": {"name": "p", "port": 9, "failureMode": "FailOpen"},
+        }
+    },
+    {"gateway": {"endpointPicker": {"managed": True, "resources": {"requests": {"cpu": 2}}}}},
+    {"monitoring": {"podMonitor": {"enabled": True, "interval": "1m30s", "labels": {"release": "x"}}}},
     {"replicas": 0},
     {"replicas": 3, "autoscaling": {"minReplicas": 2, "maxReplicas": 4}},
     {"replicas": 0, "autoscaling": {"minReplicas": 0, "maxReplicas": 4, "provider": "keda"}},
@@ -375,11 +416,21 @@ def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
         server.delete(url).raise_for_status()
 
 
+def test_patterns_are_those_of_the_operator() -> None:
+    (hostname,) = at("gateway.hostnames")["items"]["x-kubernetes-validations"]
+    assert hostname["rule"] == f"self.matches('{HOSTNAME_PATTERN}')"
+    (interval,) = at("monitoring.podMonitor.interval")["x-kubernetes-validations"]
+    assert interval["rule"] == f"self.matches('{DURATION_PATTERN}')"
+
+
 @pytest.mark.parametrize("name", inputs())
 def test_children_are_accepted_by_server_side_apply(server: httpx.Client, name: str) -> None:
+    # Of other projects: test_reconcile_gateway.py and test_reconcile_scaling.py have their CRDs.
+    others = set(OPTIONAL_TYPES) - {HORIZONTAL_POD_AUTOSCALERS, DISRUPTION_BUDGETS}
+    optional = {(kind.api_version, kind.kind) for kind in others}
     for child in yaml.safe_load_all(output(name).read_text()):
-        if child["apiVersion"] == SCALED_OBJECTS.api_version:
-            continue  # this API server has no KEDA; test_reconcile_scaling.py gives it one
+        if (child["apiVersion"], child["kind"]) in optional:
+            continue
         child["metadata"]["namespace"] = "default"
         group = "api/v1" if child["apiVersion"] == "v1" else f"apis/{child['apiVersion']}"
         answer = server.patch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -142,32 +142,50 @@ def test_what_nobody_of_ours_controls_leaves_no_trace() -> None:
     assert (trace.owner, trace.owner_uid) == (QWEN, "u-qwen")
 
 
-async def test_the_loop_wakes_whom_it_concerns() -> None:
-    answers = Answers({HTTP_ROUTES: ABSENT})
-    known = kinds(answers, period=0.01)
-    await known.first()
-    woken: list[Key] = []
-    asked: list[frozenset[ResourceType]] = []
+@contextlib.asynccontextmanager
+async def loop(
+    known: OptionalKinds,
+) -> AsyncIterator[tuple[asyncio.Queue[Key], asyncio.Queue[frozenset[ResourceType]]]]:
+    """Runs the loop; yields the keys it wakes, and the kinds it asks about."""
+    woken, asked = asyncio.Queue[Key](), asyncio.Queue[frozenset[ResourceType]]()
 
-    def concerned(changed: Any) -> tuple[Key, ...]:
-        asked.append(changed)
+    def concerned(changed: Collection[ResourceType]) -> tuple[Key, ...]:
+        asked.put_nowait(frozenset(changed))
         return (QWEN,)
 
-    running = asyncio.create_task(known.run(wake=lambda key, _: woken.append(key), concerned=concerned))
+    running = asyncio.create_task(known.run(wake=lambda key, _: woken.put_nowait(key), concerned=concerned))
     try:
-        await asyncio.sleep(0.1)
-        assert (woken, asked) == ([], [])
-        answers.answers[HTTP_ROUTES] = []
-        async with asyncio.timeout(5):
-            while not woken:
-                await asyncio.sleep(0.01)
-        assert (woken, asked) == ([QWEN], [frozenset({HTTP_ROUTES})])
-        answers.answers[HTTP_ROUTES] = [route("two")]
-        async with asyncio.timeout(5):
-            while len(woken) < 2:
-                await asyncio.sleep(0.01)
-        assert (woken[1:], len(asked)) == ([Key("llm", "two")], 1)
+        async with asyncio.timeout(10):
+            yield woken, asked
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def test_the_loop_wakes_whom_it_concerns() -> None:
+    answers = Answers({HTTP_ROUTES: ABSENT})
+    known = kinds(answers, period=0.01)
+    await known.first()
+    async with loop(known) as (woken, asked):
+        await asyncio.sleep(0.1)
+        assert (woken.qsize(), asked.qsize()) == (0, 0)
+        answers.answers[HTTP_ROUTES] = []
+        assert await asked.get() == {HTTP_ROUTES}
+        assert await woken.get() == QWEN
+        answers.answers[HTTP_ROUTES] = [route("two")]
+        assert await woken.get() == Key("llm", "two")
+        assert asked.empty(), "the kind has not changed"
+
+
+async def test_in_doubt_it_polls_at_once() -> None:
+    answers = Answers({HTTP_ROUTES: []})
+    known = kinds(answers, period=3600.0)
+    await known.first()
+    async with loop(known) as (_, asked):
+        answers.answers[HTTP_ROUTES] = ABSENT
+        await asyncio.sleep(0.05)
+        assert known.available == {HTTP_ROUTES}
+        known.look_again()
+        assert await asked.get() == {HTTP_ROUTES}
+        assert known.available == frozenset()

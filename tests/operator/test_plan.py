@@ -107,13 +107,8 @@ def test_every_input_of_the_pod_rolls_it_out(field: str) -> None:
 
 def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
     elsewhere = {
-        "replicas",
-        "autoscaling",
-        "disruption",
-        "suspend",
-        "service.type",
-        "service.port",
-        "service.sessionAffinity",
+        *("replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"),
+        *("gateway", "monitoring.podMonitor", "autoscaling", "disruption"),
     }
     fields: set[str] = set()
     for name, info in Spec.model_fields.items():
@@ -133,6 +128,8 @@ def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
         {"service": {"port": 80}},
         {"autoscaling": {"maxReplicas": 3}},
         {"disruption": {"minAvailable": 1}},
+        {"gateway": {"parentRefs": [{"name": "main"}], "endpointPicker": {"managed": True}}},
+        {"monitoring": {"podMonitor": {}}},
     ],
 )
 def test_what_is_no_input_of_the_pod_does_not_restart_it(spec: dict[str, Any]) -> None:

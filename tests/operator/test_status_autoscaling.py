@@ -45,7 +45,8 @@ def scaled(plan: Plan, wanted: int, *conditions: tuple[str, str, str], **figures
     def made(manifest: Any) -> ObservedChild:
         if manifest is plan.deployment:
             return child(merged(manifest, {"spec": {"replicas": wanted}}), **deployment_status(**counted))
-        return child(manifest, conditions=said) if manifest is plan.autoscaler else child(manifest)
+        is_autoscaler = manifest["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
+        return child(manifest, conditions=said) if is_autoscaler else child(manifest)
 
     return Observed(at=NOW, children=tuple(made(manifest) for manifest in plan.children), template_hash=CURRENT)
 
