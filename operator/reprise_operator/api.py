@@ -125,7 +125,12 @@ class Api:
             raise
 
     async def list(
-        self, resource: ResourceType, namespace: str | None, selector: Mapping[str, str] | None = None
+        self,
+        resource: ResourceType,
+        namespace: str | None,
+        selector: Mapping[str, str] | None = None,
+        *,
+        accept: str = "application/json",
     ) -> tuple[Body, ...]:
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
         items: list[Body] = []
@@ -139,6 +144,7 @@ class Api:
                     label_selector=label_selector,
                     limit=PAGE_SIZE,
                     _continue=continuation,
+                    header_params={"Accept": accept},
                 )
             except ClusterError as error:
                 if error.fault is Fault.GONE and continuation is not None:

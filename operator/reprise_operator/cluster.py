@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reprise_operator.api import Api, Body, ClusterError, Fault
 from reprise_operator.kinds import (
+    ALL_CHILD_TYPES,
     CHILD_TYPES,
     CLAIMS,
     EVENTS,
     INFERENCE_SERVICES,
+    OPTIONAL_TYPES,
     PODS,
     REPLICA_SETS,
     SECRETS,
     ResourceType,
 )
+from reprise_operator.naming import MANAGED_BY
 from reprise_operator.observed import ObservedChild
 from reprise_operator.settings import FIELD_MANAGER
 
 RESET_MANAGER = f"{FIELD_MANAGER}-reset"
+REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +81,32 @@ class Cluster:
     async def list_services(self, namespace: str | None) -> tuple[Body, ...]:
         return await self._api.list(INFERENCE_SERVICES, namespace)
 
+    async def list_marked(self, resource: ResourceType, namespace: str | None) -> tuple[Body, ...]:
+        """The objects of a kind that carry our label, metadata only. Raises ClusterError with NOT_FOUND when there is
+        no such kind."""
+        return await self._api.list(resource, namespace, MANAGED_BY, accept=METADATA_LIST)
+
     async def children(
-        self, namespace: str, *, owner_uid: str, selector: Mapping[str, str], planned: Sequence[tuple[str, str]]
+        self,
+        namespace: str,
+        *,
+        owner_uid: str,
+        selector: Mapping[str, str],
+        planned: Sequence[tuple[str, str]],
+        optional: Collection[ResourceType] = (),
     ) -> tuple[ObservedChild, ...]:
         """The objects under one of the `planned` names, given as (kind, name), or with our selector's labels and our
         owner UID. A planned name that the listing lacks is asked for by itself: it may belong to somebody else, or
-        have lost its labels."""
+        have lost its labels. Of the optional kinds only those in `optional` are looked at."""
+        kinds = (*CHILD_TYPES, *(kind for kind in OPTIONAL_TYPES if kind in optional))
         found: dict[tuple[str, str], ObservedChild] = {}
-        listings = await _gather(*(self._api.list(kind, namespace, selector) for kind in CHILD_TYPES))
-        for resource, bodies in zip(CHILD_TYPES, listings, strict=True):
+        listings = await _gather(*(self._list_children(kind, namespace, selector) for kind in kinds))
+        for resource, bodies in zip(kinds, listings, strict=True):
             for body in bodies:
                 child = _observed_child(resource, body, owner_uid)
                 if child.owned or (child.kind, child.name) in planned:
                     found[child.kind, child.name] = child
-        by_kind = {resource.kind: resource for resource in CHILD_TYPES}
+        by_kind = {resource.kind: resource for resource in kinds}
         missing = [(by_kind[kind], name) for kind, name in planned if (kind, name) not in found]
         for (resource, name), present in zip(
             missing, await _gather(*(self._api.get(kind, namespace, name) for kind, name in missing)), strict=True
@@ -97,6 +114,16 @@ class Cluster:
             if present is not None:
                 found[resource.kind, name] = _observed_child(resource, present, owner_uid)
         return tuple(found[name] for name in sorted(found))
+
+    async def _list_children(
+        self, resource: ResourceType, namespace: str, selector: Mapping[str, str]
+    ) -> tuple[Body, ...]:
+        try:
+            return await self._api.list(resource, namespace, selector)
+        except ClusterError as error:
+            if error.fault is Fault.NOT_FOUND and resource in OPTIONAL_TYPES:
+                return ()  # its CRD was deleted since the last poll
+            raise
 
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(PODS, namespace, selector)
@@ -125,15 +152,20 @@ class Cluster:
 
     # Writes ---------------------------------------------------------------------------------------------------------
 
-    async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+    async def apply(
+        self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
+    ) -> ApplyResult:
         """Applies a child on the server side.
 
         `present` is the object as just read, and it must be ours; None when there was none. An absent one is created
         without force, so a field that somebody else set in the meantime is a CONFLICT rather than ours. A present one
         is applied with its UID, so an object that was replaced in the meantime is a CONFLICT too, and with force: the
         fields of the manifest are ours, and an edit of one of them by somebody else ends here (see also `_reset`).
+        `hand_over` is the number of pods of `present`, where the manifest leaves it out and it is not to be lost.
         """
         try:
+            if present is not None and hand_over is not None:
+                present = await self._hand_over(present, manifest["metadata"]["namespace"], hand_over)
             try:
                 answer = await self._apply(manifest, present)
             except ClusterError as error:
@@ -196,9 +228,33 @@ class Cluster:
         others = [entry for entry in answer["metadata"]["managedFields"] if entry["manager"] != RESET_MANAGER]
         await patch({"metadata": {"managedFields": others}}, answer["metadata"]["resourceVersion"])
 
+    async def _hand_over(self, workload: ObservedChild, namespace: str, replicas: int) -> ObservedChild:
+        """Lets another field manager of ours apply the number of pods that `workload` has; the workload after it.
+
+        A CONFLICT when it has changed since it was read: an autoscaler may have written another number.
+        """
+        metadata = workload.body["metadata"]
+        body = {
+            "apiVersion": workload.api_version,
+            "kind": workload.kind,
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")},
+            "spec": {"replicas": replicas},
+        }
+        answer = await self._api.request(
+            "patch",
+            _resource_type(body),
+            namespace,
+            workload.name,
+            body=body,
+            content_type=APPLY_PATCH,
+            field_manager=REPLICAS_MANAGER,
+            force_conflicts="false",
+        )
+        return replace(workload, body=answer)
+
     async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
         """Deletes a child if it is still this very object. False when it was gone or another one already."""
-        resource = next(resource for resource in CHILD_TYPES if resource.kind == kind)
+        resource = next(resource for resource in ALL_CHILD_TYPES if resource.kind == kind)
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -268,7 +324,7 @@ def merge_difference(present: Body, wanted: Body) -> dict[str, Any]:
 
 
 def _resource_type(manifest: Body) -> ResourceType:
-    for resource in CHILD_TYPES:
+    for resource in ALL_CHILD_TYPES:
         if (resource.api_version, resource.kind) == (manifest["apiVersion"], manifest["kind"]):
             return resource
     raise ValueError(f"no child type is declared for {manifest['apiVersion']} {manifest['kind']}")

@@ -1,7 +1,8 @@
 """(Plan, Observed, now) → how the service is doing, as one Diagnosis. Pure.
 
 The questions are asked in order, and the first answer counts:
-taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → progress.
+taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → a host
+name that is an older service's → progress.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from reprise_operator.children.pod import CONTAINER
+from reprise_operator.kinds import SCALED_OBJECTS
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.replicas import unplanned_autoscalers, wanted_replicas
 from reprise_operator.rollout import conflicts, find_child, key_of
 
 UNSCHEDULABLE_SECONDS = 600.0
@@ -67,9 +70,9 @@ def counts(deployment: ObservedChild | None) -> DeploymentCounts:
 
 def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     """How the service is doing now."""
-    taken = conflicts(plan, observed)
-    if taken:
-        return _stalled("NameTaken", " ".join(conflict.message for conflict in taken))
+    names = conflicts(plan, observed)
+    if names:
+        return _stalled("NameTaken", " ".join(conflict.message for conflict in names))
     refused = [
         f"{child}: {message}"
         for child, message in sorted(observed.apply_errors.items())
@@ -78,12 +81,17 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     if refused:
         return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
     deployment = find_child(observed, key_of(plan.deployment))
-    if _is_ready(plan, observed, deployment):
-        return _ready(plan)
+    taken = _hostname_taken(plan)
+    if taken is None and _is_ready(plan, observed, deployment):
+        return _ready(plan, deployment)
     failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(deployment)
     if failure is not None:
         return failure
+    if taken is not None:
+        return taken
     waiting = _unschedulable(observed, counts(deployment), now) or _first_crash(observed)
+    if _has_enough(plan, observed, deployment):
+        return _growing(plan, deployment, waiting)
     deadline = _deadline(deployment)
     if waiting is not None:
         return Diagnosis(state=State.STALLED, reason=waiting.reason, message=waiting.message) if deadline else waiting
@@ -111,21 +119,50 @@ def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
 
 
 def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
-    applied = (_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
-    if not all(applied):
-        return False
     figures = counts(deployment)
-    wanted = plan.replicas
     # No pod of an older template may be left, and every one of the present must be ready: old ones do not count.
-    return figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+    return (
+        _all_applied(plan, observed)
+        and figures.seen
+        and figures.replicas == figures.updated == figures.ready == figures.available
+        and figures.replicas == wanted_replicas(plan, deployment)
+    )
 
 
-def _ready(plan: Plan) -> Diagnosis:
+def _all_applied(plan: Plan, observed: Observed) -> bool:
+    return all(_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
+
+
+def _has_enough(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
+    """Whether an autoscaled service has all pods that it must have. More are a matter of load, and take minutes to
+    start: a service is not out of order for it, nor because no node has room for a peak."""
+    asked, figures = plan.service.spec.autoscaling, counts(deployment)
+    if asked is None or not plan.autoscaled or not _all_applied(plan, observed) or not figures.seen:
+        return False
+    return figures.replicas == figures.updated and figures.available >= max(asked.min_replicas, 1)
+
+
+def _ready(plan: Plan, deployment: ObservedChild | None) -> Diagnosis:
+    wanted = wanted_replicas(plan, deployment)
     if plan.service.spec.suspend:
         return Diagnosis(state=State.READY, reason="Suspended", message="spec.suspend is true; no pod runs.")
-    if plan.replicas == 0:
-        return Diagnosis(state=State.READY, reason="ScaledToZero", message="spec.replicas is 0; no pod runs.")
-    return Diagnosis(state=State.READY, reason="Ready", message=f"{plan.replicas} of {plan.replicas} pods are ready.")
+    if wanted == 0:
+        who = "The autoscaler found no load" if plan.autoscaled else "spec.replicas is 0"
+        return Diagnosis(state=State.READY, reason="ScaledToZero", message=f"{who}; no pod runs.")
+    return Diagnosis(state=State.READY, reason="Ready", message=f"{wanted} of {wanted} pods are ready.")
+
+
+def _growing(plan: Plan, deployment: ObservedChild | None, waiting: Diagnosis | None) -> Diagnosis:
+    figures, wanted = counts(deployment), wanted_replicas(plan, deployment)
+    message = f"{figures.available} of {wanted} pods are ready; the autoscaler asked for more than there are."
+    if waiting is not None:
+        message += f" {waiting.message}"
+    return Diagnosis(state=State.READY, reason="Ready", message=message)
+
+
+def _hostname_taken(plan: Plan) -> Diagnosis | None:
+    taken = plan.gateway.taken if plan.gateway is not None else None
+    return None if taken is None else _stalled("HostnameTaken", taken.message)
 
 
 def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
@@ -277,6 +314,10 @@ def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) 
     for manifest in plan.children:
         if not _is_applied(manifest, find_child(observed, key_of(manifest))):
             fault = observed.apply_faults.get(str(key_of(manifest)))
+            leaving = unplanned_autoscalers(plan, observed) if manifest is plan.autoscaler else ()
+            if leaving:
+                message = _waits_for(leaving[0])
+                return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
             message = "is being applied." if fault is None else f"is not applied yet, and tried again: {fault}"
             return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
     figures = counts(deployment)
@@ -285,9 +326,17 @@ def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) 
         return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
     old = figures.replicas - figures.updated
     ready = sum(pod.ready for pod in current_pods(observed))
-    message = f"{min(ready, figures.updated)} of {plan.replicas} pods of the present template are ready"
+    wanted = wanted_replicas(plan, deployment)
+    message = f"{min(ready, figures.updated)} of {wanted} pods of the present template are ready"
     message += f", {old} of an older one to be replaced." if old > 0 else "."
     return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
+
+
+def _waits_for(leaving: ObservedChild) -> str:
+    message = f"waits until {leaving.kind}/{leaving.name} is gone."
+    if leaving.terminating and leaving.kind == SCALED_OBJECTS.kind:
+        message += " KEDA ends its deletion, so KEDA has to run for it."
+    return message
 
 
 def _stalled(reason: str, message: str) -> Diagnosis:

@@ -114,7 +114,7 @@ class Recorder:
         }
 
 
-_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned")
+_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned", "AutoscalingActive")
 """Conditions whose changes are told. Reconciling and the figures change too often to be news."""
 
 
@@ -141,6 +141,10 @@ def transitions(previous: Body, status: Body) -> tuple[Happening, ...]:
             event_type = "Warning"
         elif kind == "MemoryTuned" and not was:
             continue
+        elif kind == "AutoscalingActive":
+            if value == "Unknown" or reason == "Suspended":
+                continue
+            event_type = "Normal" if value == "True" else "Warning"
         note = condition.get("message") or str(reason)
         told.append(Happening(type=event_type, reason=str(reason), action=kind, note=note))
     return tuple(told)

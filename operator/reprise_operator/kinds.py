@@ -43,8 +43,32 @@ CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENTS = ResourceType("v1", "Event", "events")
 LEASES = ResourceType("coordination.k8s.io/v1", "Lease", "leases")
 
+INFERENCE_POOLS = ResourceType("inference.networking.k8s.io/v1", "InferencePool", "inferencepools")
+HTTP_ROUTES = ResourceType("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
+POD_MONITORS = ResourceType("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
+SCALED_OBJECTS = ResourceType("keda.sh/v1alpha1", "ScaledObject", "scaledobjects")
+HORIZONTAL_POD_AUTOSCALERS = ResourceType("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
+DISRUPTION_BUDGETS = ResourceType("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+
 CHILD_TYPES = (DEPLOYMENTS, SERVICES)
 """What a Plan may contain: applied, watched, repaired, pruned."""
+
+OPTIONAL_TYPES = (
+    INFERENCE_POOLS,
+    HTTP_ROUTES,
+    POD_MONITORS,
+    SCALED_OBJECTS,
+    HORIZONTAL_POD_AUTOSCALERS,
+    DISRUPTION_BUDGETS,
+)
+"""The same, of kinds that another project's CRD defines: they may be absent, appear and go while the operator runs, and
+are polled (discovery.py), not watched. So are the two of Kubernetes' own that few services have: of a service without
+them they cost no request, and an autoscaler's status, rewritten all the time, wakes nobody."""
+
+AUTOSCALER_TYPES = (HORIZONTAL_POD_AUTOSCALERS, SCALED_OBJECTS)
+"""Those that write the number of pods of the workload they target."""
+
+ALL_CHILD_TYPES = (*CHILD_TYPES, *OPTIONAL_TYPES)
 
 Permission = tuple[str, str]
 """API group and resource, the latter with its subresource: ("apps", "deployments")."""
@@ -66,6 +90,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("", "secrets"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
         ("", "events"): {"create", "patch"},
+        **{(kind.group, kind.plural): {"get", "list", "create", "patch", "delete"} for kind in OPTIONAL_TYPES},
     }
 )
 """What cluster.py sends for the resources it serves, in the namespaces it serves."""

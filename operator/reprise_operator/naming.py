@@ -26,6 +26,8 @@ OWNER_UID_LABEL = f"{GROUP}/owner-uid"
 """On every child, not on pods: finds the children of one InferenceService, also those the Plan no longer names."""
 PLAN_HASH_ANNOTATION = f"{GROUP}/plan-hash"
 """On every child: `digest` of the manifest it was applied from; status tells an applied spec from one still to come."""
+MANAGED_BY = {"app.kubernetes.io/managed-by": FIELD_MANAGER}
+"""On every child and pod: what is ours, whoever's InferenceService it belongs to."""
 MANAGED_BY_SELECTOR = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
 """Label selector for watches of children and pods."""
 
@@ -73,7 +75,7 @@ def selector_string(identity: Identity) -> str:
 
 def reserved_labels(identity: Identity) -> dict[str, str]:
     """The labels no user may change: the selector, and what the watches look for."""
-    return {**selector_labels(identity), "app.kubernetes.io/managed-by": FIELD_MANAGER}
+    return {**selector_labels(identity), **MANAGED_BY}
 
 
 def pod_labels(identity: Identity) -> dict[str, str]:

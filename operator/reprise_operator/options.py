@@ -56,8 +56,16 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     )
     add("--reprise-image", defaults.reprise_image, str, "image of the reprise runtime where the spec names none")
     add("--vllm-ascend-image", defaults.vllm_ascend_image, str, "image of the vllm-ascend runtime, likewise")
+    add("--endpoint-picker-image", defaults.endpoint_picker_image, str, "image of managed endpoint pickers")
+    add(
+        "--endpoint-picker-service-account",
+        defaults.endpoint_picker_service_account,
+        str,
+        "their service account, in the namespace of each",
+    )
     add("--workers", defaults.workers, int, "reconciles at a time")
     add("--resync-seconds", defaults.resync_seconds, float, "every service is looked at this often without any news")
+    add("--discovery-seconds", defaults.discovery_seconds, float, "how often optional kinds are looked for")
     add("--scrape-seconds", defaults.scrape_seconds, float, "how often the engines' /metrics are read")
     add("--scrape-concurrency", defaults.scrape_concurrency, int, "engines read at a time")
     add("--scrape-timeout-seconds", defaults.scrape_timeout_seconds, float, "patience with one engine")
@@ -68,6 +76,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         float,
         "least time between two writes of a service's figures",
     )
+    add("--prometheus-url", None, str, "Prometheus that KEDA asks for the load, where the spec names none")
     add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
     add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
     add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
@@ -79,7 +88,10 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     all_namespaces = values.all_namespaces or environment.get("REPRISE_OPERATOR_ALL_NAMESPACES", "").lower() == "true"
     if bool(values.namespace) == all_namespaces:
         run.error("say which namespaces to serve: either --namespace NAME or --all-namespaces")
-    for name in ("workers", "resync_seconds", "scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"):
+    for name in (
+        *("workers", "resync_seconds", "discovery_seconds"),
+        *("scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"),
+    ):
         if getattr(values, name) <= 0:
             run.error(f"--{name.replace('_', '-')} is {getattr(values, name)}; it must be above 0")
     for name, choices in (("log_format", ("json", "text")), ("log_level", ("debug", "info", "warning", "error"))):
@@ -92,13 +104,17 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             namespace=values.namespace or None,
             reprise_image=values.reprise_image,
             vllm_ascend_image=values.vllm_ascend_image,
+            endpoint_picker_image=values.endpoint_picker_image,
+            endpoint_picker_service_account=values.endpoint_picker_service_account,
             workers=values.workers,
             resync_seconds=values.resync_seconds,
+            discovery_seconds=values.discovery_seconds,
             scrape_seconds=values.scrape_seconds,
             scrape_concurrency=values.scrape_concurrency,
             scrape_timeout_seconds=values.scrape_timeout_seconds,
             hit_rate_window_seconds=values.hit_rate_window_seconds,
             status_min_interval_seconds=values.status_min_interval_seconds,
+            prometheus_url=values.prometheus_url or None,
             metrics_port=values.metrics_port,
             health_port=values.health_port,
         ),

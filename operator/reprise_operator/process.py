@@ -21,8 +21,9 @@ from importlib.metadata import version
 import aiohttp
 import kopf
 
-from reprise_operator.api import Api, ClusterError, Fault, load_connection
+from reprise_operator.api import Api, Body, ClusterError, Fault, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.handlers import Waker, kopf_settings, register
 from reprise_operator.leader import Leadership
@@ -55,8 +56,10 @@ class Operator:
         self.metrics = metrics
         settings = options.settings
         self.health = WatchHealth()
+        self.kinds = OptionalKinds(cluster, namespace=settings.namespace, period=settings.discovery_seconds)
         self.reconciler = Reconciler(
             cluster=cluster,
+            kinds=self.kinds,
             scraper=Scraper(
                 session,
                 interval=settings.scrape_seconds,
@@ -67,9 +70,10 @@ class Operator:
             settings=settings,
             metrics=metrics,
             health=self.health,
+            wake=self._wake,
         )
         self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers)
-        self.waker = Waker(lambda key, after: self.queue.add(key, after=after), health=self.health, metrics=metrics)
+        self.waker = Waker(self._wake, health=self.health, metrics=metrics)
         self.ready = False
         metrics.queue_depth.set_function(self.queue.depth)
         metrics.watch_behind.set_function(lambda: self.health.behind(time.time()))
@@ -103,7 +107,7 @@ class Operator:
             work.result()
 
     async def _work(self, stop: asyncio.Event) -> None:
-        await self._wait_for_crd()
+        await self._services()
         async with contextlib.AsyncExitStack() as stack:
             parts = []
             if self.options.lease_namespace is not None:
@@ -113,8 +117,10 @@ class Operator:
                 stack.push_async_callback(leadership.release)
                 await leadership.acquire()
                 parts.append(leadership.keep())
+            self.reconciler.prime(await self._services())
+            await self.kinds.first()
             await stack.enter_async_context(self._watches(stop))
-            parts += [self.queue.run(), self._resync()]
+            parts += [self.queue.run(), self._resync(), self._discover()]
             self.ready = True
             try:
                 async with asyncio.TaskGroup() as group:  # ends, with all of them, when one fails
@@ -159,13 +165,13 @@ class Operator:
             if by_itself and not watching.cancelled() and watching.exception() is not None:
                 raise WatchesEnded("the watches have ended") from watching.exception()
 
-    async def _wait_for_crd(self) -> None:
-        """kopf, when it serves one namespace, does not notice a CRD that appears after it has started."""
+    async def _services(self) -> tuple[Body, ...]:
+        """All of them, once the CRD is there: kopf, when it serves one namespace, does not notice one that appears
+        after it has started."""
         told = False
         while True:
             try:
-                await self.cluster.list_services(self.options.settings.namespace)
-                return
+                return await self.cluster.list_services(self.options.settings.namespace)
             except ClusterError as error:
                 if error.fault is Fault.FORBIDDEN:
                     logger.error("may not list %s.%s: %s; see the chart's RBAC", PLURAL, GROUP, error)
@@ -177,6 +183,12 @@ class Operator:
                 elif error.fault is not Fault.NOT_FOUND:
                     logger.warning("%s", error)
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _discover(self) -> None:
+        await self.kinds.run(wake=self._wake, concerned=self.reconciler.concerned)
+
+    def _wake(self, key: Key, after: float = 0.0) -> None:
+        self.queue.add(key, after=after)
 
     async def _resync(self) -> None:
         """Puts every service into the queue now and then, spread over a tenth of the time: what no event told of is

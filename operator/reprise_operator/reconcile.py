@@ -10,22 +10,26 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reprise_operator.api import ClusterError
+from reprise_operator.api import ClusterError, Fault
 from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
+from reprise_operator.hostnames import Hostnames, claim_of
+from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.metrics import OperatorMetrics
-from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
+from reprise_operator.naming import OWNER_UID_LABEL, child_name, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan, plan
+from reprise_operator.replicas import leaving
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.settings import Settings
-from reprise_operator.spec import Identity, SpecError, identity_of, parse
+from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, parse
 from reprise_operator.status import build_status
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -33,6 +37,9 @@ from reprise_operator.workqueue import Retry
 logger = logging.getLogger(__name__)
 
 Body = Mapping[str, Any]
+
+LEAVING_SECONDS = 1.0
+"""How soon to look again whether an autoscaler that was deleted is gone: no event tells."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,21 +52,29 @@ class _Memory:
     refused: dict[str, str] = field(default_factory=dict)
     """"Kind/name" → why the API server refused the last apply."""
     pods: frozenset[str] = frozenset()
+    asks: frozenset[ResourceType] = frozenset()
+    """The optional kinds the last Plan asked for."""
+    ignored_replicas: int | None = None
+    """spec.replicas of the last pass, where an autoscaler decided instead."""
 
 
 @dataclass(kw_only=True)
 class Reconciler:
     cluster: Cluster
+    kinds: OptionalKinds
     scraper: Scraper
     recorder: Recorder
     settings: Settings
     metrics: OperatorMetrics
     health: WatchHealth
+    wake: Callable[[Key], None]
+    """Asks for a pass of another service: one whose host names it has, or had."""
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
 
     def __post_init__(self) -> None:
         self._memories: dict[Key, _Memory] = {}
+        self._hostnames = Hostnames()
 
     async def __call__(self, key: Key) -> float | None:
         """The work queue's handler: `reconcile`, its faults turned into a retry, both counted."""
@@ -91,7 +106,11 @@ class Reconciler:
         identity = identity_of(body)
         memory = self._recall(key, identity)
 
-        planned = self._plan(body)
+        self._claim(key, body)
+        planned = self._plan(key, body)
+        if isinstance(planned, Plan):
+            memory.asks = planned.asks
+            await self._tell_of_scaling(body, planned, memory)
         observed = await self._observe(identity, planned, memory)
         conflict: str | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
@@ -105,9 +124,16 @@ class Reconciler:
 
     # The steps ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, body: Body) -> Plan | SpecError:
+    def _claim(self, key: Key, body: Body | None) -> None:
+        """Notes which host names the service wants, and wakes whom that concerns."""
+        claim = None if body is None else claim_of(body["metadata"], gateway_of(body))
+        for namespace, name in self._hostnames.put((key.namespace, key.name), claim):
+            self.wake(Key(namespace, name))
+
+    def _plan(self, key: Key, body: Body) -> Plan | SpecError:
+        taken = self._hostnames.taken((key.namespace, key.name))
         try:
-            return plan(parse(body), self.settings)
+            return plan(parse(body), self.settings, available=self.kinds.available, taken=taken)
         except SpecError as error:
             return error
 
@@ -119,6 +145,7 @@ class Reconciler:
             owner_uid=identity.uid,
             selector={OWNER_UID_LABEL: identity.uid},
             planned=[(key.kind, key.name) for key in map(key_of, wanted.children if wanted else ())],
+            optional=self._optional_kinds(identity, wanted, memory),
         )
         pods = [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
         uids = frozenset(pod.uid for pod in pods)
@@ -131,10 +158,16 @@ class Reconciler:
             missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
             template_hash=current_template_hash(
-                _deployment(children), await self.cluster.replica_sets(namespace, labels)
+                _deployment(children, identity), await self.cluster.replica_sets(namespace, labels)
             ),
             apply_errors=dict(memory.refused),
         )
+
+    def _optional_kinds(self, identity: Identity, wanted: Plan | None, memory: _Memory) -> frozenset[ResourceType]:
+        """Those of which this service has an object, or may have: only these cost a request."""
+        applied = {key.kind for key in memory.applied}
+        kinds = self.kinds.held_by(identity.uid) | {kind for kind in OPTIONAL_TYPES if kind.kind in applied}
+        return (kinds | (wanted.asks if wanted else memory.asks)) & self.kinds.available
 
     async def _execute(
         self, body: Body, planned: Plan, observed: Observed, memory: _Memory
@@ -143,6 +176,9 @@ class Reconciler:
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
         faults: dict[str, str] = {}
+        # A child that was deleted is known until it was seen gone, since its kind is looked at as long.
+        named = {*children, *map(key_of, planned.children)}
+        memory.applied = {key: record for key, record in memory.applied.items() if key in named}
         actions = decide(planned, observed, applied=memory.applied)
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
@@ -153,9 +189,11 @@ class Reconciler:
                 continue
             present = children.get(action.key)
             try:
-                result = await self.cluster.apply(action.manifest, present=present)
+                result = await self.cluster.apply(action.manifest, present=present, hand_over=action.hand_over)
             except ClusterError as error:
-                if error.status != 500:
+                if error.fault is Fault.NOT_FOUND and action.key.kind in {kind.kind for kind in OPTIONAL_TYPES}:
+                    self.kinds.look_again()  # its CRD may have been deleted since the last poll
+                elif error.status != 500:
                     raise
                 # The API server is there, but a webhook, say, is not, and may not be for long: the status says so.
                 faults[str(action.key)] = error.message
@@ -171,8 +209,8 @@ class Reconciler:
                     await self._applied(body, action, result, present, memory)
                     children[action.key] = _child(action, result)
         after = tuple(children.values())
-        deployment = _deployment(after)
-        changed = deployment is not _deployment(observed.children)
+        deployment = _deployment(after, planned.identity)
+        changed = deployment is not _deployment(observed.children, planned.identity)
         return (
             replace(
                 observed,
@@ -214,6 +252,18 @@ class Reconciler:
             note = f"Deleted {action.key}, which is not needed any more"
             await self.recorder.record(body, Happening(type="Normal", reason="Deleted", action="Delete", note=note))
 
+    async def _tell_of_scaling(self, body: Body, planned: Plan, memory: _Memory) -> None:
+        """`kubectl scale` of a service whose pods an autoscaler counts changes nothing, but not in silence."""
+        replicas = planned.service.spec.replicas
+        before, memory.ignored_replicas = memory.ignored_replicas, replicas if planned.autoscaled else None
+        if before is None or not planned.autoscaled or before == replicas:
+            return
+        note = (
+            f"spec.replicas was set to {replicas}, which changes nothing: spec.autoscaling leaves the number of pods "
+            "to an autoscaler. Change its minReplicas and maxReplicas, or remove it."
+        )
+        await self.recorder.record(body, Happening(type="Warning", reason="ReplicasIgnored", action="Scale", note=note))
+
     async def _write_status(self, body: Body, planned: Plan | SpecError, observed: Observed, memory: _Memory) -> None:
         previous = body.get("status") or {}
         wanted = build_status(
@@ -234,11 +284,24 @@ class Reconciler:
     def _pause(self, planned: Plan | SpecError, observed: Observed) -> float | None:
         """Figures are read, and what has no event (a Secret that appears, a quota that is raised) is looked for, each
         `scrape_seconds` less up to a tenth. A service that is switched off only has the slow resync."""
+        if isinstance(planned, Plan) and leaving(planned, observed):
+            return LEAVING_SECONDS
         if isinstance(planned, SpecError) and not observed.pods:
             return None
         if isinstance(planned, Plan) and planned.replicas == 0 and not observed.pods and not observed.apply_errors:
             return None
         return self.settings.scrape_seconds * (1.0 - 0.1 * self.random_unit())
+
+    def prime(self, services: Collection[Body]) -> None:
+        """Takes note of all services before any of them is looked at: the first pass of one must know the others'
+        host names."""
+        for body in services:
+            claim = claim_of(body["metadata"], gateway_of(body))
+            self._hostnames.put((body["metadata"]["namespace"], body["metadata"]["name"]), claim)
+
+    def concerned(self, kinds: Collection[ResourceType]) -> tuple[Key, ...]:
+        """The services that ask for one of the optional `kinds`."""
+        return tuple(key for key, memory in self._memories.items() if not memory.asks.isdisjoint(kinds))
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -255,6 +318,7 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         """The service is gone."""
         self._drop(key)
+        self._claim(key, None)
         self.health.forget(key)
 
     def _drop(self, key: Key) -> None:
@@ -264,8 +328,10 @@ class Reconciler:
         self.metrics.services.set(len(self._memories))
 
 
-def _deployment(children: tuple[ObservedChild, ...]) -> Body | None:
-    return next((child.body for child in children if child.kind == "Deployment" and child.owned), None)
+def _deployment(children: tuple[ObservedChild, ...], identity: Identity) -> Body | None:
+    """The engine's; an endpoint picker has one, too."""
+    key = ("Deployment", child_name(identity))
+    return next((child.body for child in children if (child.kind, child.name) == key and child.owned), None)
 
 
 def _is_settled(deployment: Body | None) -> bool:

@@ -13,6 +13,11 @@ from reprise_operator.children.profiles import DEFAULT_PROFILE
 
 UID = NewType("UID", str)
 
+HOSTNAME_PATTERN = "^([*][.])?[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+"""HTTPRoute's own: lower case, at most one wildcard, as the first label. The CEL rule of the CRD carries this text."""
+DURATION_PATTERN = "^(0|(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?(([0-9]+)ms)?)$"
+"""Prometheus' own. The CEL rule of the CRD carries this text, too."""
+
 
 class SpecError(Exception):
     """The spec cannot be honoured: `reason` is that of the Stalled condition, `message` says what to do."""
@@ -117,12 +122,76 @@ class AcceleratorSpec(_Model):
     driver: DriverMode = DriverMode.AUTO
 
 
+class PrometheusSpec(_Model):
+    """Where KEDA asks for the load, and what: None takes the operator's own server, and a query made from `metric`."""
+
+    server_address: str | None = None
+    query: str | None = None
+    """PromQL whose one value is the load of all pods together."""
+
+
+class AutoscalingSpec(_Model):
+    """Who decides the number of pods between two bounds, and by which load of a pod."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    max_replicas: Annotated[int, Field(ge=1)]
+    metric: Annotated[str, Field(min_length=1)] = "vllm:num_requests_waiting"
+    target: Annotated[int, Field(ge=1)] | None = None
+    """Load of one pod to hold; percent for shares (cpu, memory, KV cache). None takes the metric's default."""
+    provider: Literal["hpa", "keda"] = "hpa"
+    prometheus: PrometheusSpec = PrometheusSpec()
+
+
+class DisruptionSpec(_Model):
+    """What a node drain must leave: one of the two, a number of pods or a percentage ("50%")."""
+
+    min_available: int | str | None = None
+    max_unavailable: int | str | None = None
+
+
 class ServiceSpec(_Model):
     """The Service in front of the pods."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     port: Annotated[int, Field(ge=1, le=65_535)] = 8000
-    session_affinity: Literal["None", "ClientIP"] = "None"
+    session_affinity: Literal["None", "ClientIP"] | None = None
+    """None leaves it to the operator: ClientIP where a gateway is asked for and cannot be had."""
+
+
+class ParentRef(_Model):
+    """A gateway, or one of its listeners, as in an HTTPRoute."""
+
+    group: str = "gateway.networking.k8s.io"
+    kind: str = "Gateway"
+    namespace: str | None = None
+    name: Annotated[str, Field(min_length=1)]
+    section_name: str | None = None
+    port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+
+
+class EndpointPickerSpec(_Model):
+    """Who picks a pod for each request: the Service `name`, or with `managed` one that the operator runs."""
+
+    name: Annotated[str, Field(min_length=1)] | None = None
+    managed: bool = False
+    port: Annotated[int, Field(ge=1, le=65_535)] = 9002
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
+    resources: Resources = Resources()
+    """Of a managed picker's container."""
+
+
+class GatewaySpec(_Model):
+    """How requests come from outside: a route at `parent_refs`, to a pool where an endpoint picker is given."""
+
+    parent_refs: tuple[ParentRef, ...] = ()
+    hostnames: tuple[Annotated[str, Field(pattern=HOSTNAME_PATTERN)], ...] = ()
+    inference_pool: bool | None = None
+    endpoint_picker: EndpointPickerSpec | None = None
+
+    @property
+    def wants_pool(self) -> bool:
+        """Unset means: where there is an endpoint picker."""
+        return self.endpoint_picker is not None if self.inference_pool is None else self.inference_pool
 
 
 class SecretKeyRef(_Model):
@@ -136,6 +205,21 @@ class AuthSpec(_Model):
     """Who may use the endpoint."""
 
     api_key_secret_ref: SecretKeyRef | None = None
+
+
+class PodMonitorSpec(_Model):
+    """A PodMonitor of the engine pods; given and not disabled means there is one."""
+
+    enabled: bool = True
+    interval: Annotated[str, Field(pattern=DURATION_PATTERN)] | None = None
+    """A Prometheus duration; None takes the Prometheus' own."""
+    labels: dict[str, str] = {}
+
+
+class MonitoringSpec(_Model):
+    """How the engine's metrics are collected."""
+
+    pod_monitor: PodMonitorSpec | None = None
 
 
 class PodMetadata(_Model):
@@ -169,8 +253,13 @@ class Spec(_Model):
     chunked_prefill: ChunkedPrefillSpec = ChunkedPrefillSpec()
     accelerator: AcceleratorSpec = AcceleratorSpec()
     replicas: Annotated[int, Field(ge=0)] = 1
+    """Pods; with `autoscaling` only the number to start from."""
+    autoscaling: AutoscalingSpec | None = None
+    disruption: DisruptionSpec | None = None
     service: ServiceSpec = ServiceSpec()
+    gateway: GatewaySpec | None = None
     auth: AuthSpec = AuthSpec()
+    monitoring: MonitoringSpec = MonitoringSpec()
     suspend: bool = False
     pod_template: PodTemplateSpec = PodTemplateSpec()
 

@@ -9,6 +9,7 @@ from typing import Any
 from reprise_operator.naming import OWNER_UID_LABEL, digest
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.replicas import replicas_of, unplanned_autoscalers, with_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -46,6 +47,8 @@ class Apply:
     key: ChildKey
     manifest: Manifest
     uid: str | None
+    hand_over: int | None = None
+    """Number of pods that another field manager of ours applies first, as the manifest leaves it out (replicas.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +125,17 @@ def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied
     known = applied or {}
     planned = {key_of(manifest): manifest for manifest in plan.children}
     actions: list[Action] = []
-    for key, manifest in planned.items():
-        child = find_child(observed, key)
+    for key, made in planned.items():
+        child, manifest, hand_over = find_child(observed, key), made, None
+        if made is plan.autoscaler and unplanned_autoscalers(plan, observed):
+            continue  # two autoscalers of one workload write in turns: the old one is deleted and seen gone first
+        if made is plan.deployment:
+            replicas = replicas_of(plan, child, observed)
+            manifest, hand_over = with_replicas(made, replicas.claimed), replicas.hand_over
         if child is None:
             actions.append(Apply(key=key, manifest=manifest, uid=None))
         elif not child.terminating and _is_ours(plan, child) and not _is_current(manifest, child, known.get(key)):
-            actions.append(Apply(key=key, manifest=manifest, uid=child.uid))
+            actions.append(Apply(key=key, manifest=manifest, uid=child.uid, hand_over=hand_over))
     for child in observed.children:
         key = ChildKey(kind=child.kind, name=child.name)
         if child.owned and not child.terminating and key not in planned:

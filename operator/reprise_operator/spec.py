@@ -18,6 +18,7 @@ from reprise_operator.children.profiles import CPU_PROFILE, PROFILES
 from reprise_operator.resource import (
     UID,
     ClaimModel,
+    GatewaySpec,
     HostPathModel,
     Identity,
     InferenceService,
@@ -26,6 +27,7 @@ from reprise_operator.resource import (
     Spec,
     SpecError,
 )
+from reprise_operator.scaling_rules import check_autoscaling, check_disruption
 
 __all__ = [
     "MAX_CACHED_MODEL_LEN",
@@ -35,6 +37,7 @@ __all__ = [
     "Identity",
     "InferenceService",
     "SpecError",
+    "gateway_of",
     "identity_of",
     "parse",
 ]
@@ -52,11 +55,7 @@ NOT_YET = (
     "prefixCaching.warmup",
     "memory.autoTune",
     "memory.floor",
-    "autoscaling",
     "rollout",
-    "disruption",
-    "gateway",
-    "monitoring",
 )
 """Fields of the schema that a later release honours."""
 
@@ -99,6 +98,16 @@ def identity_of(body: Mapping[str, Any]) -> Identity:
         uid=UID(metadata["uid"]),
         generation=int(metadata.get("generation", 1)),
     )
+
+
+def gateway_of(body: Mapping[str, Any]) -> GatewaySpec | None:
+    """spec.gateway, also of a service that is refused for another field: its route, if it has one, is still there.
+    None when there is none, or none that can be read."""
+    gateway = (body.get("spec") or {}).get("gateway")
+    try:
+        return None if gateway is None else GatewaySpec.model_validate(gateway)
+    except ValidationError:
+        return None
 
 
 def parse(body: Mapping[str, Any]) -> InferenceService:
@@ -182,6 +191,10 @@ def _check_conflicts(service: InferenceService) -> None:
                 f"spec.runtime.extraArgs repeats {flag}, which a field of the spec already sets; use that field.",
             )
     _check_accelerator(service)
+    check_autoscaling(spec)
+    check_disruption(spec)
+    if spec.gateway is not None:
+        _check_gateway(spec.gateway)
     if spec.runtime.name is Runtime.VLLM_ASCEND:
         _check_vllm_ascend(service)
     elif spec.chunked_prefill.enabled is False and spec.model.max_model_len is None:
@@ -189,6 +202,41 @@ def _check_conflicts(service: InferenceService) -> None:
             "InvalidSpec",
             "spec.model.maxModelLen is needed with spec.chunkedPrefill.enabled: false, since a whole prompt must then "
             "fit one step.",
+        )
+
+
+def _check_gateway(gateway: GatewaySpec) -> None:
+    picker = gateway.endpoint_picker
+    if not gateway.parent_refs and picker is None:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway asks for nothing: give spec.gateway.parentRefs, the Gateways of a route, or "
+            "spec.gateway.endpointPicker, for a pool.",
+        )
+    if gateway.hostnames and not gateway.parent_refs:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.hostnames is given without spec.gateway.parentRefs, the Gateways that shall serve them.",
+        )
+    if gateway.wants_pool and picker is None:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.inferencePool is true without spec.gateway.endpointPicker: give the name of a picker's "
+            "Service, or managed: true.",
+        )
+    if picker is not None and gateway.inference_pool is False:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.endpointPicker needs a pool, and spec.gateway.inferencePool is false: remove one of the two.",
+        )
+    if picker is not None and picker.managed == (picker.name is not None):
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.endpointPicker must have either the name of a picker's Service, or managed: true.",
+        )
+    if picker is not None and not picker.managed and "resources" in picker.model_fields_set:
+        raise SpecError(
+            "InvalidSpec", "spec.gateway.endpointPicker.resources is of a managed picker; remove it, or the name."
         )
 
 

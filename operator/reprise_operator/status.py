@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reprise_operator.attachments import attachment_conditions
+from reprise_operator.autoscaling import autoscaling_condition
 from reprise_operator.conditions import (
     AVAILABLE,
     MEMORY_TUNED,
@@ -70,7 +72,8 @@ def build_status(
     }
     if isinstance(outcome, Plan):
         status |= {"url": outcome.url, "model": outcome.service.served_name, "memory": _memory(outcome, diagnosis)}
-        conditions.append(_memory_tuned(outcome))
+        conditions += [_memory_tuned(outcome), *attachment_conditions(outcome, observed)]
+        conditions += autoscaling_condition(outcome, observed)
     else:
         # What the running pods were started with still holds.
         status |= {key: previous[key] for key in ("url", "model", "memory") if key in previous}

@@ -70,11 +70,18 @@ def test_the_pod_is_locked_down() -> None:
     assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
 
 
+def test_where_keda_finds_prometheus() -> None:
+    assert not [argument for argument in container()["args"] if argument.startswith("--prometheus")]
+    options = parse_options(container({"prometheus": {"url": "http://p:9090"}})["args"], {})
+    assert options.settings.prometheus_url == "http://p:9090"
+
+
 @pytest.mark.parametrize(
     ("values", "namespace", "lease", "image"),
     [
         ({}, None, NAMESPACE, Settings().reprise_image),
         ({"watchNamespace": "models", "leaderElection": False}, "models", None, Settings().reprise_image),
+        ({"endpointPicker": {"image": "r.example/p:1"}}, None, NAMESPACE, Settings().reprise_image),
         ({"engine": {"image": "r.example/e:1"}, "extraArgs": ["--workers=9"]}, None, NAMESPACE, "r.example/e:1"),
     ],
 )
@@ -84,6 +91,9 @@ def test_its_arguments_parse_in_the_operator(
     options = parse_options(container(values)["args"], {})
     assert (options.settings.namespace, options.lease_namespace) == (namespace, lease)
     assert options.settings.reprise_image == image
+    picker = values.get("endpointPicker", {}).get("image", Settings().endpoint_picker_image)
+    assert options.settings.endpoint_picker_image == picker
+    assert options.settings.endpoint_picker_service_account == Settings().endpoint_picker_service_account
     assert options.settings.workers == (9 if "extraArgs" in values else Settings().workers)
 
 
@@ -115,6 +125,7 @@ def test_every_value_has_a_schema_and_a_wrong_one_is_refused() -> None:
         {"watchNamespace": "Not A Name"},
         {"log": {"level": "loud"}},
         {"extraArgs": ["-A"]},
+        {"endpointPicker": {"namespaces": ["Not A Name"]}},
     ):
         with pytest.raises(helm_python.HelmError):
             render(wrong)

@@ -21,9 +21,10 @@ from reprise_operator.api import Api, ClusterError, Fault
 from reprise_operator.cluster import Cluster, Key
 from reprise_operator.kinds import (
     ADMISSION_PERMISSIONS,
-    CHILD_TYPES,
+    ALL_CHILD_TYPES,
     CLUSTER_PERMISSIONS,
     LEASE_PERMISSIONS,
+    OPTIONAL_TYPES,
     PERMISSIONS,
     WATCH_PERMISSIONS,
     Permission,
@@ -97,6 +98,21 @@ def test_secrets_can_be_left_out_and_are_never_listed() -> None:
     assert ("", "secrets") not in without
 
 
+@pytest.mark.parametrize(
+    ("value", "kinds"),
+    [
+        ("gateway", {"inferencepools", "httproutes"}),
+        ("podMonitors", {"podmonitors"}),
+        ("keda", {"scaledobjects"}),
+    ],
+)
+def test_each_optional_kind_can_be_left_out(value: str, kinds: set[str]) -> None:
+    without = bound_roles(render({"rbac": {value: False}}))["ClusterRole", None]
+    everything = bound_roles(render())["ClusterRole", None]
+    assert {plural for _, plural in everything.keys() - without.keys()} == kinds
+    assert kinds <= {kind.plural for kind in OPTIONAL_TYPES}
+
+
 def test_no_wildcards_and_no_escalation() -> None:
     for role in bound_roles(render()).values():
         for (group, resource), verbs in role.items():
@@ -132,13 +148,13 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             cluster = Cluster(api)
             await cluster.list_services(None)
             await cluster.get_service(Key("n", "x"))
-            for kind in CHILD_TYPES:
+            for kind in ALL_CHILD_TYPES:
                 manifest = {
                     "apiVersion": kind.api_version,
                     "kind": kind.kind,
                     "metadata": {"name": "x", "namespace": "n"},
                 }
-                await cluster.children("n", owner_uid="u", selector={}, planned=[(kind.kind, "x")])
+                await cluster.children("n", owner_uid="u", selector={}, planned=[(kind.kind, "x")], optional=[kind])
                 await cluster.apply(manifest, present=None)
                 await cluster.delete("n", kind=kind.kind, name="x", uid="u")
             await cluster.pods("n", {})
@@ -153,9 +169,36 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
         await runner.cleanup()
     asked[GROUP, f"{PLURAL}/status"] = {"patch"} & asked[GROUP, PLURAL]
     asked[GROUP, PLURAL] -= {"patch"}
-    for kind in CHILD_TYPES:
+    for kind in ALL_CHILD_TYPES:
         asked[kind.group, kind.plural].add("create")  # an apply that creates is authorized as both
     assert union(asked) == union(PERMISSIONS)
+
+
+def test_endpoint_pickers_get_their_rights_from_the_chart_and_may_only_read() -> None:
+    """The operator could give rights only if it had them; so whoever installs the chart gives them."""
+    manifests = render({"endpointPicker": {"namespaces": ["llm", "team-b"], "serviceAccount": "pickers"}})
+    accounts = [
+        manifest["metadata"]["namespace"]
+        for manifest in manifests
+        if manifest["kind"] == "ServiceAccount" and manifest["metadata"]["name"] == "pickers"
+    ]
+    assert accounts == ["llm", "team-b"]
+    roles = [role for role in manifests if role["kind"] == "Role" and role["metadata"]["namespace"] in accounts]
+    assert [role["metadata"]["namespace"] for role in roles] == accounts
+    for role in roles:
+        table = granted(role)
+        assert {verb for verbs in table.values() for verb in verbs} == {"get", "list", "watch"}
+        assert {("", "pods"), ("inference.networking.k8s.io", "inferencepools")} <= set(table)
+        assert ("", "secrets") not in table
+    bindings = [
+        binding
+        for binding in manifests
+        if binding["kind"] == "RoleBinding" and binding["metadata"]["namespace"] in accounts
+    ]
+    for binding in bindings:
+        namespace = binding["metadata"]["namespace"]
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "pickers", "namespace": namespace}]
+    assert len(bindings) == 2
 
 
 # With the account's own token, on an API server that has RBAC -------------------------------------------------------

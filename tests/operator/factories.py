@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from reprise_operator.hitrate import HitRateWindow
+from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan, plan
 from reprise_operator.settings import Settings
@@ -42,8 +43,14 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def planned(spec: Mapping[str, Any] | None = None, *, name: str = "qwen", generation: int = 1) -> Plan:
-    return plan(parse(body(spec, name=name, generation=generation)), SETTINGS)
+def planned(
+    spec: Mapping[str, Any] | None = None,
+    *,
+    name: str = "qwen",
+    generation: int = 1,
+    available: frozenset[ResourceType] = frozenset(OPTIONAL_TYPES),
+) -> Plan:
+    return plan(parse(body(spec, name=name, generation=generation)), SETTINGS, available=available)
 
 
 def container(of: Plan) -> dict[str, Any]:
@@ -125,12 +132,14 @@ def deployment_status(
 
 
 def observed(of: Plan, *pods: ObservedPod, status: Mapping[str, Any] | None = None, **changes: Any) -> Observed:
-    """Both children applied, the Deployment with `status`, and these pods."""
+    """All children applied, the Deployment with `status`, and these pods."""
     found = Observed(
         at=NOW,
-        children=(
-            child(of.network_service),
-            child(of.deployment, **(deployment_status() if status is None else status)),
+        children=tuple(
+            child(
+                manifest, **((deployment_status() if status is None else status) if manifest is of.deployment else {})
+            )
+            for manifest in of.children
         ),
         pods=pods,
         template_hash=CURRENT,

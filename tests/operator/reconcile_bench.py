@@ -14,6 +14,7 @@ from aiohttp import web
 
 from reprise_operator.api import Api, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
 from reprise_operator.metrics import OperatorMetrics
@@ -65,17 +66,19 @@ class Bench:
     clock: Clock
     settings: Settings
     requests: list[tuple[str, str]] = field(default_factory=list)
+    woken: list[Key] = field(default_factory=list)
+    """Whom a pass has asked to be looked at."""
 
     @property
     def key(self) -> Key:
         return Key(self.kubectl.namespace, NAME)
 
-    def apply(self, spec: dict[str, Any] | None = None) -> None:
+    def apply(self, spec: dict[str, Any] | None = None, *, name: str = NAME) -> None:
         self.kubectl.apply(
             {
                 "apiVersion": "serving.reprise.io/v1alpha1",
                 "kind": "InferenceService",
-                "metadata": {"name": NAME},
+                "metadata": {"name": name},
                 "spec": {"model": {"uri": "hostpath:///m"}, "accelerator": {"profile": "cpu"}, **(spec or {})},
             }
         )
@@ -152,7 +155,7 @@ class Bench:
 
 @asynccontextmanager
 async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
-    engine, clock, requests = Engine(), Clock(), list[tuple[str, str]]()
+    engine, clock, requests, woken = Engine(), Clock(), list[tuple[str, str]](), list[Key]()
     metrics = OperatorMetrics()
 
     def on_request(verb: str, resource: ResourceType, outcome: str) -> None:
@@ -171,14 +174,24 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
         cluster = Cluster(api)
         reconciler = Reconciler(
             cluster=cluster,
+            kinds=OptionalKinds(cluster, namespace=kubectl.namespace, period=60.0),
             scraper=scraper,
             recorder=Recorder(cluster, instance="test", clock=clock),
             settings=settings,
             metrics=metrics,
             health=WatchHealth(),
+            wake=woken.append,
             clock=clock,
         )
+        await reconciler.kinds.poll()
+        requests.clear()
         yield Bench(
-            kubectl=kubectl, reconciler=reconciler, engine=engine, clock=clock, settings=settings, requests=requests
+            kubectl=kubectl,
+            reconciler=reconciler,
+            engine=engine,
+            clock=clock,
+            settings=settings,
+            requests=requests,
+            woken=woken,
         )
     await runner.cleanup()

@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 
+from reprise_operator.kinds import POD_MONITORS
 from reprise_operator.options import JsonFormatter, parse_options
+from tests.operator.optional_crds import install, none_left, remove
 from tests.support.kubectl import Kubectl, eventually
 
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "serving.reprise.io/v1alpha1",
     "kind": "InferenceService",
     "metadata": {"name": "qwen"},
@@ -40,6 +42,8 @@ def test_flags_and_environment() -> None:
     assert (options.settings.namespace, options.settings.scrape_seconds, options.settings.workers) == ("models", 2.5, 2)
     assert (options.settings.reprise_image, options.log_level, options.lease_namespace) == ("r:1", "debug", None)
     assert parse_options(["run", "-A"], {}).settings.namespace is None
+    assert parse_options(["run", "-A"], {}).settings.prometheus_url is None
+    assert parse_options(["run", "-A", "--prometheus-url=http://p:9090"], {}).settings.prometheus_url == "http://p:9090"
     assert parse_options(["run", "-n", "x"], {}).settings.namespace == "x"
     assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
 
@@ -182,6 +186,28 @@ def test_a_process_from_start_to_end(started: Process, kubectl: Kubectl) -> None
     # Nothing of the operator is in the way of a deletion while it is away.
     kubectl.delete("risvc", "qwen", "--timeout=10s")
     eventually(lambda: not kubectl.list("deployments"), "the children go with their owner")
+
+
+def test_a_kind_that_appears_and_goes_while_it_runs(kubectl: Kubectl, tmp_path: Path) -> None:
+    with none_left(kubectl):
+        process = Process(kubectl, tmp_path / "operator.log", "-n", kubectl.namespace, "--discovery-seconds=0.5")
+        try:
+            monitored = {**SERVICE["spec"], "monitoring": {"podMonitor": {}}}
+            kubectl.apply({**SERVICE, "spec": monitored})
+            eventually(lambda: kubectl.get("deployment", "qwen"), "the Deployment", within=20)
+            install(kubectl, POD_MONITORS)
+            eventually(lambda: kubectl.get("podmonitor", "qwen"), "the PodMonitor", within=10)
+            kubectl.delete("podmonitor", "qwen")
+            eventually(lambda: kubectl.get("podmonitor", "qwen"), "the deleted PodMonitor is back", within=10)
+            remove(kubectl, POD_MONITORS)
+            eventually(lambda: "PodMonitor (monitoring.coreos.com/v1): not installed" in process.log(), "it is told")
+            kubectl.delete("deployment", "qwen")
+            eventually(lambda: kubectl.get("deployment", "qwen"), "and it goes on working", within=10)
+            assert process.stop() < 5
+            assert "Traceback" not in process.log()
+        finally:
+            process.process.kill()
+            process.process.wait()
 
 
 def _looks(kubectl: Kubectl, look: Callable[[Any], bool]) -> bool:

@@ -106,7 +106,10 @@ def test_every_input_of_the_pod_rolls_it_out(field: str) -> None:
 
 
 def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
-    elsewhere = {"replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"}
+    elsewhere = {
+        *("replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"),
+        *("gateway", "monitoring.podMonitor", "autoscaling", "disruption"),
+    }
     fields: set[str] = set()
     for name, info in Spec.model_fields.items():
         nested = info.annotation
@@ -117,7 +120,18 @@ def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
     assert fields == elsewhere | set(INPUTS)
 
 
-@pytest.mark.parametrize("spec", [{"replicas": 5}, {"suspend": True}, {"service": {"port": 80}}])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"replicas": 5},
+        {"suspend": True},
+        {"service": {"port": 80}},
+        {"autoscaling": {"maxReplicas": 3}},
+        {"disruption": {"minAvailable": 1}},
+        {"gateway": {"parentRefs": [{"name": "main"}], "endpointPicker": {"managed": True}}},
+        {"monitoring": {"podMonitor": {}}},
+    ],
+)
 def test_what_is_no_input_of_the_pod_does_not_restart_it(spec: dict[str, Any]) -> None:
     assert planned(spec).deployment["spec"]["template"] == planned().deployment["spec"]["template"]
 

@@ -21,11 +21,7 @@ VALUES: dict[str, Any] = {
     "prefixCaching.warmup": {"prompts": ["You are"]},
     "memory.autoTune": False,
     "memory.floor": 0.8,
-    "autoscaling": {"maxReplicas": 3},
     "rollout": {"maxSurge": 0},
-    "disruption": {"minAvailable": 0},
-    "gateway": {"inferencePool": False},
-    "monitoring": {},
 }
 
 
@@ -47,7 +43,7 @@ def test_unset_fields_have_the_documented_defaults() -> None:
         "ascend910",
         DriverMode.AUTO,
     )
-    assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, "None")
+    assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, None)
     assert (spec.replicas, spec.suspend, spec.memory.utilization) == (1, False, None)
 
 
@@ -105,10 +101,8 @@ def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
 
 def test_all_fields_of_a_later_release_are_named_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        parse(
-            body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "autoscaling": {"maxReplicas": 2}, "memory": {"floor": 0.8}})
-        )
-    for path in ("spec.model.uri (hf://)", "spec.autoscaling", "spec.memory.floor"):
+        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "memory": {"floor": 0.8}}))
+    for path in ("spec.model.uri (hf://)", "spec.memory.floor"):
         assert path in caught.value.message
 
 

@@ -16,9 +16,9 @@ PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 300
 
 
 def build_deployment(
-    service: InferenceService, settings: Settings, *, replicas: int, memory: MemoryPlan
+    service: InferenceService, settings: Settings, *, replicas: int | None, memory: MemoryPlan
 ) -> dict[str, Any]:
-    """The Deployment's manifest."""
+    """The Deployment's manifest; `replicas` None leaves their number out, for somebody else to decide."""
     identity = service.identity
     return stamped(
         {
@@ -31,7 +31,7 @@ def build_deployment(
                 "ownerReferences": [owner_reference(identity)],
             },
             "spec": {
-                "replicas": replicas,
+                **({} if replicas is None else {"replicas": replicas}),
                 "selector": {"matchLabels": selector_labels(identity)},
                 "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(service)},
                 "progressDeadlineSeconds": PROGRESS_DEADLINE_SECONDS,
