@@ -116,8 +116,11 @@ def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) 
         return False
     figures = counts(deployment)
     wanted = plan.replicas
-    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count.
-    return figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count. The
+    # figures are the Deployment controller's and may lag behind; the pods are asked too.
+    ready = sum(pod.ready and not pod.failures for pod in current_pods(observed))
+    settled = figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+    return settled and ready >= wanted
 
 
 def _ready(plan: Plan) -> Diagnosis:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reprise_operator.api import ClusterError
+from reprise_operator.changes import told_changes
 from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
+from reprise_operator.directory import Directory
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.metrics import OperatorMetrics
@@ -55,6 +57,7 @@ class Reconciler:
     settings: Settings
     metrics: OperatorMetrics
     health: WatchHealth
+    directory: Directory = field(default_factory=Directory)
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
 
@@ -89,6 +92,7 @@ class Reconciler:
             return None
         self.health.read(key, body["metadata"].get("resourceVersion"), now=self.clock())
         identity = identity_of(body)
+        self.directory.learn(identity)
         memory = self._recall(key, identity)
 
         planned = self._plan(body)
@@ -201,9 +205,11 @@ class Reconciler:
             happening = Happening(type="Normal", reason="Created", action="Apply", note=f"Created {action.key}")
         elif before is not None and before.manifest_digest == record.manifest_digest and present is not None:
             note = f"{action.key} was changed by somebody else in a field that this operator sets; it was set back"
+            note += told_changes(present.body, result.body)
             happening = Happening(type="Warning", reason="DriftRepaired", action="Apply", note=note)
         else:
-            happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}")
+            note = f"Updated {action.key}" + (told_changes(present.body, result.body) if present is not None else "")
+            happening = Happening(type="Normal", reason="Updated", action="Apply", note=note)
         await self.recorder.record(body, happening)
 
     async def _delete(self, body: Body, action: Delete) -> None:
@@ -256,6 +262,7 @@ class Reconciler:
         """The service is gone."""
         self._drop(key)
         self.health.forget(key)
+        self.directory.forget(key)
 
     def _drop(self, key: Key) -> None:
         memory = self._memories.pop(key, None)
