@@ -98,8 +98,9 @@ def _rated(pods: Sequence[ObservedPod], *, window: HitRateWindow, now: float) ->
             "hitTokens": total.hit_tokens,
             "queriedTokens": total.queried_tokens,
         }
-        if total.main_miss in MISS_REASONS:
-            figures["missReason"] = MISS_REASONS[total.main_miss]
+        reason = MISS_REASONS.get(total.main_miss or "")
+        if reason is not None:
+            figures["missReason"] = reason
     usages = [pod.metrics.kv_cache_usage for pod in pods if pod.metrics and pod.metrics.kv_cache_usage is not None]
     if usages:
         figures["usagePercent"] = round(100 * sum(usages) / len(usages))
