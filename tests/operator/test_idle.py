@@ -63,6 +63,7 @@ async def test_an_idle_hour_of_passes_writes_nothing(
         assert [request.method for request in recorder.writes(since=mark)] == ["PATCH"], "and a change would be, too"
 
 
+@pytest.mark.e2e
 def test_an_idle_minute_of_a_whole_operator_writes_nothing(
     kubectl: Kubectl, recorder: RequestRecorder, engine: LoopbackEngine, tmp_path: Path
 ) -> None:
