@@ -120,13 +120,12 @@ def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
 
 def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
     figures = counts(deployment)
-    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count.
-    return (
-        _all_applied(plan, observed)
-        and figures.seen
-        and figures.replicas == figures.updated == figures.ready == figures.available
-        and figures.replicas == wanted_replicas(plan, deployment)
-    )
+    wanted = wanted_replicas(plan, deployment)
+    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count. The
+    # figures are the Deployment controller's and may lag behind; the pods are asked too.
+    ready = sum(pod.ready and not pod.failures for pod in current_pods(observed))
+    settled = figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+    return _all_applied(plan, observed) and settled and ready >= wanted
 
 
 def _all_applied(plan: Plan, observed: Observed) -> bool:

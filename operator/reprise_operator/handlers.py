@@ -16,9 +16,10 @@ from kubernetes.aio.client import Configuration
 
 from reprise_operator.api import load_connection
 from reprise_operator.cluster import Key
+from reprise_operator.directory import Directory
 from reprise_operator.kinds import CHILD_TYPES, INFERENCE_SERVICES, PODS, ResourceType
 from reprise_operator.metrics import OperatorMetrics
-from reprise_operator.naming import MANAGED_BY_SELECTOR, NAME_LABEL, child_name
+from reprise_operator.naming import MANAGED_BY_SELECTOR, NAME_LABEL
 from reprise_operator.settings import GROUP, KIND
 from reprise_operator.spec import identity_of
 from reprise_operator.watch import WatchHealth
@@ -38,26 +39,25 @@ class Waker:
         *,
         health: WatchHealth,
         metrics: OperatorMetrics,
+        directory: Directory,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`wake` is given a key and after how many seconds it is due."""
         self._wake = wake
         self._health = health
         self._metrics = metrics
+        self._directory = directory
         self._clock = clock
-        # A pod knows its owner's children's name (label values are short), not the owner's.
-        self._by_child_name: dict[tuple[str, str], Key] = {}
 
     def service_event(self, body: Body, *, deleted: bool) -> None:
         metadata = body["metadata"]
         key = Key(metadata["namespace"], metadata["name"])
-        label = (key.namespace, child_name(identity_of(body)))
         self._metrics.on_watch_event(INFERENCE_SERVICES.plural, self._clock())
         if deleted:
-            self._by_child_name.pop(label, None)
+            self._directory.forget(key)
             self._health.forget(key)
         else:
-            self._by_child_name[label] = key
+            self._directory.learn(identity_of(body))
             self._health.delivered(key, metadata.get("resourceVersion"))
         self._wake(key, 0.0)
 
@@ -75,8 +75,7 @@ class Waker:
         self._wake_by_label(body["metadata"])
 
     def _wake_by_label(self, metadata: Body) -> None:
-        name = (metadata.get("labels") or {}).get(NAME_LABEL)
-        key = self._by_child_name.get((metadata["namespace"], name)) if name else None
+        key = self._directory.owner(metadata["namespace"], (metadata.get("labels") or {}).get(NAME_LABEL))
         if key is not None:
             self._wake(key, COALESCE_SECONDS)
 

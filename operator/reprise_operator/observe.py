@@ -1,11 +1,9 @@
-"""What the pods say: Kubernetes bodies → ObservedPod, and the few lines of each ready pod's /metrics that are needed.
-
-Reads both engines, ours and vllm-ascend: the metric names are vLLM's, and `reprise:engine_info` is our addition.
-"""
+"""What the pods say: Kubernetes bodies → ObservedPod, and each ready pod's /metrics (read by exposition.py)."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +12,8 @@ from datetime import datetime
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
+from reprise_operator.exposition import parse_metrics
 from reprise_operator.observed import ContainerFailure, EngineMetrics, ObservedPod
 from reprise_operator.settings import ENGINE_PORT
 
@@ -28,15 +25,10 @@ REVISION_ANNOTATION = "deployment.kubernetes.io/revision"
 # A container that is merely being set up waits with one of these.
 _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 
-QUERIES = "vllm:prefix_cache_queries_total"
-HITS = "vllm:prefix_cache_hits_total"
-USAGE = "vllm:kv_cache_usage_perc"
-CACHE_CONFIG = "vllm:cache_config_info"
-ENGINE_INFO = "reprise:engine_info"
-_NEEDED = (QUERIES, HITS, USAGE, CACHE_CONFIG, ENGINE_INFO)
-
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 FAILURE_RETRY_SECONDS = 5.0
+STALE_INTERVALS = 3.0
+"""Figures older than so many intervals are none."""
 
 
 # Pods ---------------------------------------------------------------------------------------------------------------
@@ -144,63 +136,22 @@ def _seconds(timestamp: str | None) -> float | None:
 # Metrics ------------------------------------------------------------------------------------------------------------
 
 
-def parse_metrics(text: str, *, scraped_at: float) -> EngineMetrics:
-    """The figures in an exposition. Counters of several engines in one pod (data parallel) are added up, the usage is
-    the fullest engine's, of the infos the first counts. What is missing or malformed is None.
-
-    Raises ValueError when a needed line is no valid exposition.
-    """
-    needed = "\n".join(line for line in text.splitlines() if line.startswith(_NEEDED)) + "\n"
-    samples = [sample for family in text_string_to_metric_families(needed) for sample in family.samples]
-    config = _labels(samples, CACHE_CONFIG)
-    engine = _labels(samples, ENGINE_INFO)
-    usages = [sample.value for sample in samples if sample.name == USAGE]
-    return EngineMetrics(
-        scraped_at=scraped_at,
-        enable_prefix_caching={"true": True, "false": False}.get(config.get("enable_prefix_caching", "").lower()),
-        prefix_cache_queries=_sum(samples, QUERIES),
-        prefix_cache_hits=_sum(samples, HITS),
-        kv_cache_usage=max(usages) if usages else None,
-        gpu_memory_utilization=_number(config.get("gpu_memory_utilization")),
-        block_size=_integer(config.get("block_size")),
-        num_gpu_blocks=_integer(config.get("num_gpu_blocks")),
-        max_model_len=_integer(engine.get("max_model_len")),
-        version=engine.get("version") or None,
-    )
-
-
-def _labels(samples: Sequence[Sample], name: str) -> Mapping[str, str]:
-    return next((sample.labels for sample in samples if sample.name == name), {})
-
-
-def _sum(samples: Sequence[Sample], name: str) -> float | None:
-    values = [sample.value for sample in samples if sample.name == name]
-    return sum(values) if values else None
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
-
-
-def _integer(text: str | None) -> int | None:
-    value = _number(text)
-    return int(value) if value is not None and value.is_integer() else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scrape:
     metrics: EngineMetrics | None
+    """Of the last attempt that succeeded."""
     error: str | None
     next_at: float
+
+
+class _Unreadable(Exception):
+    """/metrics gave no figures, and why: the same words for the same fault, since they are written into the status."""
 
 
 class Scraper:
     """Reads /metrics of ready pods: each at most every `interval` seconds, with jitter so that a thousand pods do not
     answer in one moment, `concurrency` at a time over all services. In between the last answer stands, so a wake-up by
-    an event costs no scrape."""
+    an event costs no scrape; it also stands for `STALE_INTERVALS` while attempts fail, so a hiccup is no news."""
 
     def __init__(
         self,
@@ -224,11 +175,14 @@ class Scraper:
 
     async def observe(self, pods: Sequence[ObservedPod]) -> tuple[ObservedPod, ...]:
         """The pods, those that are ready with their engine's figures or with why there are none."""
+        # A pod that is not ready may come back as another process: its old figures say nothing then.
+        self.forget(pod.uid for pod in pods if not _is_scrapable(pod))
         now = self._clock()
         due = [pod for pod in pods if _is_scrapable(pod) and self._is_due(pod, now)]
         scrapes = await asyncio.gather(*(self._scrape(pod) for pod in due))
         self._last.update({pod.uid: scrape for pod, scrape in zip(due, scrapes, strict=True)})
-        return tuple(self._with_figures(pod) for pod in pods)
+        now = self._clock()
+        return tuple(self._with_figures(pod, now) for pod in pods)
 
     def forget(self, uids: Iterable[str]) -> None:
         """Drops what is known of pods that are gone."""
@@ -237,37 +191,69 @@ class Scraper:
 
     def _is_due(self, pod: ObservedPod, now: float) -> bool:
         last = self._last.get(pod.uid)
-        return last is None or now >= last.next_at
+        # Further away than it is ever put: the clock was set back.
+        return last is None or now >= last.next_at or last.next_at - now > self._interval + FAILURE_RETRY_SECONDS
 
-    def _with_figures(self, pod: ObservedPod) -> ObservedPod:
+    def _with_figures(self, pod: ObservedPod, now: float) -> ObservedPod:
         last = self._last.get(pod.uid)
-        if last is None or not _is_scrapable(pod):
+        if last is None:
             return pod
-        return replace(pod, metrics=last.metrics, metrics_error=last.error)
+        metrics = last.metrics
+        if metrics is not None and abs(now - metrics.scraped_at) > STALE_INTERVALS * self._interval:
+            metrics = None
+        return replace(pod, metrics=metrics, metrics_error=last.error)
 
     async def _scrape(self, pod: ObservedPod) -> _Scrape:
         try:
             async with self._limit:
                 text = await self._fetch(str(pod.ip))
                 now = self._clock()
-                metrics = parse_metrics(text, scraped_at=now)
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
-            detail = str(error) or type(error).__name__
-            return _Scrape(metrics=None, error=detail, next_at=self._clock() + FAILURE_RETRY_SECONDS)
+                metrics = _parsed(text, now)
+        except _Unreadable as fault:
+            last = self._last.get(pod.uid)
+            next_at = self._clock() + FAILURE_RETRY_SECONDS
+            return _Scrape(metrics=last.metrics if last else None, error=str(fault), next_at=next_at)
         # Early rather than late: a reconcile that comes each `interval` seconds must find its pods due.
         return _Scrape(metrics=metrics, error=None, next_at=now + self._interval * (0.8 + 0.1 * self._random_unit()))
 
     async def _fetch(self, ip: str) -> str:
+        """Raises _Unreadable."""
         host = f"[{ip}]" if ":" in ip else ip
-        async with self._session.get(f"http://{host}:{self._port}/metrics", timeout=self._timeout) as response:
-            if response.status != 200:
-                raise ValueError(f"/metrics answered {response.status}")
-            content = await response.content.read(MAX_METRICS_BYTES + 1)
-            while len(content) <= MAX_METRICS_BYTES and not response.content.at_eof():
-                content += await response.content.read(MAX_METRICS_BYTES + 1 - len(content))
+        try:
+            async with self._session.get(f"http://{host}:{self._port}/metrics", timeout=self._timeout) as response:
+                if response.status in (401, 403):
+                    raise _Unreadable(
+                        f"/metrics answers {response.status}: it asks for credentials, and scrapers have none"
+                    )
+                if response.status != 200:
+                    raise _Unreadable(f"/metrics answers {response.status}")
+                content = await response.content.read(MAX_METRICS_BYTES + 1)
+                while len(content) <= MAX_METRICS_BYTES and not response.content.at_eof():
+                    content += await response.content.read(MAX_METRICS_BYTES + 1 - len(content))
+        except TimeoutError:
+            raise _Unreadable(
+                f"/metrics does not answer within {self._timeout.total:g} s; a NetworkPolicy must let the operator in"
+            ) from None
+        except (aiohttp.ClientConnectorError, OSError) as error:
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            raise _Unreadable(f"port {self._port} cannot be reached: {_words(cause.errno)}") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise _Unreadable(f"/metrics breaks off or is no HTTP ({type(error).__name__})") from error
         if len(content) > MAX_METRICS_BYTES:
-            raise ValueError(f"/metrics is longer than {MAX_METRICS_BYTES} bytes")
+            raise _Unreadable(f"/metrics is longer than {MAX_METRICS_BYTES} bytes")
         return content.decode("utf-8", errors="replace")
+
+
+def _parsed(text: str, now: float) -> EngineMetrics:
+    try:
+        return parse_metrics(text, scraped_at=now)
+    except ValueError as error:
+        # The parser quotes what it could not read, which may be another number each time.
+        raise _Unreadable("/metrics is no valid exposition of Prometheus") from error
+
+
+def _words(errno: int | None) -> str:
+    return os.strerror(errno) if errno else "the connection failed"
 
 
 def _is_scrapable(pod: ObservedPod) -> bool:

@@ -15,13 +15,18 @@ from typing import Any
 class EngineMetrics:
     """The lines read from one pod's /metrics. None where the engine does not report the figure.
 
-    queries and hits are counters in tokens since the engine started.
+    queries and hits are counters in tokens since the engine started, misses in requests.
     """
 
     scraped_at: float
+    started_at: float | None = None
+    """When the process that counts began: its counters begin at 0 there."""
     enable_prefix_caching: bool | None = None
     prefix_cache_queries: float | None = None
     prefix_cache_hits: float | None = None
+    misses: Mapping[str, float] = field(default_factory=dict)
+    """Why prompts were not found, as our engine's label says it (`shorter_than_block`, `evicted` …) → requests; of
+    vLLM's, which does not say, its short prompts and the others (exposition.py). Empty where neither is known."""
     kv_cache_usage: float | None = None
     """0 to 1."""
     gpu_memory_utilization: float | None = None
@@ -66,7 +71,9 @@ class ObservedPod:
     unschedulable_message: str | None = None
     failures: tuple[ContainerFailure, ...] = ()
     metrics: EngineMetrics | None = None
+    """The last that were read, unless that is too long ago; None of a pod that is not ready."""
     metrics_error: str | None = None
+    """Why the last attempt to read them failed; the words do not change while the fault does not."""
     created_at: float | None = None
     """metadata.creationTimestamp."""
 

@@ -94,6 +94,11 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     ):
         if getattr(values, name) <= 0:
             run.error(f"--{name.replace('_', '-')} is {getattr(values, name)}; it must be above 0")
+    if values.hit_rate_window_seconds < 2 * values.scrape_seconds:
+        run.error(
+            f"--hit-rate-window-seconds is {values.hit_rate_window_seconds:g}; it must be at least twice "
+            f"--scrape-seconds, which is {values.scrape_seconds:g}"
+        )
     for name, choices in (("log_format", ("json", "text")), ("log_level", ("debug", "info", "warning", "error"))):
         if getattr(values, name) not in choices:
             run.error(

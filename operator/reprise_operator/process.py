@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib.metadata import version
 
 import aiohttp
@@ -23,6 +23,7 @@ import kopf
 
 from reprise_operator.api import Api, Body, ClusterError, Fault, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.directory import Directory
 from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.handlers import Waker, kopf_settings, register
@@ -57,6 +58,7 @@ class Operator:
         settings = options.settings
         self.health = WatchHealth()
         self.kinds = OptionalKinds(cluster, namespace=settings.namespace, period=settings.discovery_seconds)
+        self.directory = Directory()
         self.reconciler = Reconciler(
             cluster=cluster,
             kinds=self.kinds,
@@ -71,9 +73,10 @@ class Operator:
             metrics=metrics,
             health=self.health,
             wake=self._wake,
+            directory=self.directory,
         )
         self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers)
-        self.waker = Waker(self._wake, health=self.health, metrics=metrics)
+        self.waker = Waker(self._wake, health=self.health, metrics=metrics, directory=self.directory)
         self.ready = False
         metrics.queue_depth.set_function(self.queue.depth)
         metrics.watch_behind.set_function(lambda: self.health.behind(time.time()))
@@ -201,11 +204,19 @@ class Operator:
             except ClusterError as error:
                 logger.warning("resync: %s", error)
                 continue
-            for service in services:
-                metadata = service["metadata"]
-                key = Key(metadata["namespace"], metadata["name"])
-                self.health.read(key, metadata.get("resourceVersion"), now=time.time())
+            for key in self._resync_keys(services):
                 self.queue.add(key, after=random.random() * period / 10)  # noqa: S311
+
+    def _resync_keys(self, services: Sequence[Body]) -> set[Key]:
+        """Those listed, and those that were known and are not listed: of a service that was deleted while the watch was
+        away no event may ever come, and its reconcile forgets it."""
+        listed = set()
+        for service in services:
+            metadata = service["metadata"]
+            key = Key(metadata["namespace"], metadata["name"])
+            self.health.read(key, metadata.get("resourceVersion"), now=time.time())
+            listed.add(key)
+        return listed | self.directory.absent_from(listed)
 
 
 def _identity() -> str:

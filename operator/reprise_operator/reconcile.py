@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reprise_operator.api import ClusterError, Fault
+from reprise_operator.changes import told_changes
 from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
+from reprise_operator.directory import Directory
 from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
@@ -69,6 +71,7 @@ class Reconciler:
     health: WatchHealth
     wake: Callable[[Key], None]
     """Asks for a pass of another service: one whose host names it has, or had."""
+    directory: Directory = field(default_factory=Directory)
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
 
@@ -104,6 +107,7 @@ class Reconciler:
             return None
         self.health.read(key, body["metadata"].get("resourceVersion"), now=self.clock())
         identity = identity_of(body)
+        self.directory.learn(identity)
         memory = self._recall(key, identity)
 
         self._claim(key, body)
@@ -239,9 +243,11 @@ class Reconciler:
             happening = Happening(type="Normal", reason="Created", action="Apply", note=f"Created {action.key}")
         elif before is not None and before.manifest_digest == record.manifest_digest and present is not None:
             note = f"{action.key} was changed by somebody else in a field that this operator sets; it was set back"
+            note += told_changes(present.body, result.body)
             happening = Happening(type="Warning", reason="DriftRepaired", action="Apply", note=note)
         else:
-            happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}")
+            note = f"Updated {action.key}" + (told_changes(present.body, result.body) if present is not None else "")
+            happening = Happening(type="Normal", reason="Updated", action="Apply", note=note)
         await self.recorder.record(body, happening)
 
     async def _delete(self, body: Body, action: Delete) -> None:
@@ -320,6 +326,7 @@ class Reconciler:
         self._drop(key)
         self._claim(key, None)
         self.health.forget(key)
+        self.directory.forget(key)
 
     def _drop(self, key: Key) -> None:
         memory = self._memories.pop(key, None)

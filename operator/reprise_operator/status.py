@@ -11,6 +11,7 @@ from typing import Any
 
 from reprise_operator.attachments import attachment_conditions
 from reprise_operator.autoscaling import autoscaling_condition
+from reprise_operator.cache_effect import prefix_cache_condition
 from reprise_operator.conditions import (
     AVAILABLE,
     MEMORY_TUNED,
@@ -21,7 +22,7 @@ from reprise_operator.conditions import (
     merge,
 )
 from reprise_operator.diagnosis import Diagnosis, State, counts, diagnose
-from reprise_operator.figures import engine_figures, prefix_cache_condition, prefix_cache_figures
+from reprise_operator.figures import engine_figures, prefix_cache_figures, serving_pods
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.naming import child_name, selector_string
 from reprise_operator.observed import Observed
@@ -29,6 +30,7 @@ from reprise_operator.plan import Plan
 from reprise_operator.rollout import ChildKey, find_child
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError
+from reprise_operator.specified import specified_condition
 
 
 def build_status(
@@ -51,16 +53,19 @@ def build_status(
         deployment = None
     figures = counts(deployment)
     cache = prefix_cache_figures(observed, previous.get("prefixCache") or {}, window=window, now=now, settings=settings)
+    engine = engine_figures(observed, previous.get("engine") or {})
+    wanted: bool | None = None
     if isinstance(outcome, SpecError):
         diagnosis = Diagnosis(state=State.STALLED, reason=outcome.reason, message=outcome.message)
-        wanted = True
     else:
         diagnosis = diagnose(outcome, observed, now=now)
         wanted = outcome.service.prefix_caching
     conditions = [
         *_kstatus(diagnosis),
         _available(figures.available),
-        prefix_cache_condition(observed, cache, wanted=wanted),
+        prefix_cache_condition(
+            cache, serving=bool(serving_pods(observed)), wanted=wanted, block_size=engine.get("blockSize")
+        ),
     ]
     status: dict[str, Any] = {
         "observedGeneration": identity.generation,
@@ -73,13 +78,12 @@ def build_status(
     if isinstance(outcome, Plan):
         status |= {"url": outcome.url, "model": outcome.service.served_name, "memory": _memory(outcome, diagnosis)}
         conditions += [_memory_tuned(outcome), *attachment_conditions(outcome, observed)]
-        conditions += autoscaling_condition(outcome, observed)
+        conditions += [specified_condition(outcome, observed), *autoscaling_condition(outcome, observed)]
     else:
         # What the running pods were started with still holds.
         status |= {key: previous[key] for key in ("url", "model", "memory") if key in previous}
     if cache:
         status["prefixCache"] = cache
-    engine = engine_figures(observed, previous.get("engine") or {})
     if engine:
         status["engine"] = engine
     status["conditions"] = merge(conditions, previous.get("conditions") or (), generation=identity.generation, now=now)

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from tests.e2e.conversation import Conversation
-from tests.e2e.site import Deployed, Site, kstatus
+from tests.e2e.site import Deployed, Site
+from tests.support.gitops import kstatus
 from tests.support.kubectl import eventually, secret
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]

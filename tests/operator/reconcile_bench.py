@@ -45,14 +45,23 @@ class Engine:
 
     queries: int = 0
     hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    caching: bool = True
+    block_size: int = 16
+    status: int = 200
     port: int = 0
 
     async def metrics(self, _: web.Request) -> web.Response:
-        labels = 'enable_prefix_caching="True",gpu_memory_utilization="0.9",block_size="16",num_gpu_blocks="600"'
+        labels = f'enable_prefix_caching="{self.caching}",block_size="{self.block_size}"'
+        labels += ',gpu_memory_utilization="0.9",num_gpu_blocks="600"'
+        misses = (
+            f'reprise:prefix_cache_misses_total{{reason="{reason}"}} {count}\n' for reason, count in self.misses.items()
+        )
         return web.Response(
-            text=f"vllm:prefix_cache_queries_total {self.queries}\n"
+            status=self.status,
+            text=f"{''.join(misses)}vllm:prefix_cache_queries_total {self.queries}\n"
             f"vllm:prefix_cache_hits_total {self.hits}\n"
-            f"vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{{{labels}}} 1\n"
+            f"vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{{{labels}}} 1\n",
         )
 
 
@@ -128,6 +137,12 @@ class Bench:
         ours = [event for event in listed if event["involvedObject"]["kind"] == "InferenceService"]
         ours.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
         return [(event["type"], event["reason"]) for event in ours]
+
+    def notes(self, reason: str) -> list[str]:
+        """Messages of the events of that reason, in the order they were written."""
+        found = [event for event in self.kubectl.list("events") if event["reason"] == reason]
+        found.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
+        return [event["message"] for event in found if event["involvedObject"]["kind"] == "InferenceService"]
 
     def pods(self) -> list[dict[str, Any]]:
         return [dict(pod) for pod in self.kubectl.list("pods") if "deletionTimestamp" not in pod["metadata"]]

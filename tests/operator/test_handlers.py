@@ -10,10 +10,13 @@ from kopf._cogs.structs import references
 from kubernetes.aio.client import Configuration
 
 from reprise_operator.cluster import Key
+from reprise_operator.directory import Directory
 from reprise_operator.handlers import COALESCE_SECONDS, Waker, connection_info, kopf_settings, register
 from reprise_operator.kinds import CHILD_TYPES, DEPLOYMENTS, INFERENCE_SERVICES, PODS, REPLICA_SETS, SERVICES
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import child_name
+from reprise_operator.options import parse_options
+from reprise_operator.process import Operator
 from reprise_operator.spec import identity_of
 from reprise_operator.watch import WatchHealth
 from tests.operator.factories import body, planned
@@ -26,10 +29,12 @@ class Woken:
         self.keys: list[tuple[Key, float]] = []
         self.health = WatchHealth()
         self.metrics = OperatorMetrics()
+        self.directory = Directory()
         self.waker = Waker(
             lambda key, after: self.keys.append((key, after)),
             health=self.health,
             metrics=self.metrics,
+            directory=self.directory,
             clock=lambda: 50.0,
         )
 
@@ -109,6 +114,31 @@ def test_a_deleted_service_is_woken_once_more_and_then_unknown() -> None:
     assert len(woken.keys) == 2
     woken.waker.pod_event(pod("qwen"))
     assert len(woken.keys) == 2
+    assert len(woken.directory) == 0
+
+
+def test_the_resync_asks_for_what_is_listed_and_for_what_was_known() -> None:
+    options = parse_options(["run", "-A"], {})
+    operator = Operator(options, None, None, OperatorMetrics())  # type: ignore[arg-type]  # no request is made
+    operator.waker.service_event(service("missed"), deleted=False)
+    assert operator._resync_keys([service("qwen")]) == {QWEN, Key("llm", "missed")}
+
+
+def test_a_service_whose_deletion_the_watch_missed_is_asked_for_and_forgotten() -> None:
+    """No event of it comes any more: each one that went while the watch was away would be remembered for ever."""
+    directory = Directory()
+    for name in ("qwen", "llama", "2.5-qwen"):
+        directory.learn(identity_of(service(name)))
+    gone = directory.absent_from([QWEN])
+    assert gone == {Key("llm", "llama"), Key("llm", "2.5-qwen")}
+    for key in gone:
+        directory.forget(key)
+    directory.forget(Key("llm", "never-known"))
+    assert len(directory) == 1
+    assert directory.owner("llm", child_name(identity_of(service("2.5-qwen")))) is None
+    assert directory.owner("llm", "qwen") == QWEN
+    assert directory.owner("other", "qwen") is None
+    assert directory.owner("llm", None) is None
 
 
 # Fault 16: a watch that dies in silence ---------------------------------------------------------------------------

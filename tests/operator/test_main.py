@@ -55,6 +55,11 @@ def test_flags_and_environment() -> None:
         (["run"], {}, "either --namespace NAME or --all-namespaces"),
         (["run", "-A", "-n", "x"], {}, "either --namespace NAME or --all-namespaces"),
         (["run", "-A", "--workers", "0"], {}, "--workers is 0; it must be above 0"),
+        (
+            ["run", "-A", "--hit-rate-window-seconds", "50"],
+            {},
+            "--hit-rate-window-seconds is 50; it must be at least twice --scrape-seconds, which is 30",
+        ),
         (["run", "-A", "--work", "2"], {}, "unrecognized arguments: --work 2"),
         (["run", "-A"], {"REPRISE_OPERATOR_WORKERS": "many"}, "--workers: invalid int value: 'many'"),
         (["run", "-A", "--log-format", "xml"], {}, "--log-format is 'xml'; it must be one of json, text"),

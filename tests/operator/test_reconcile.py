@@ -197,7 +197,10 @@ async def test_deletion_needs_no_operator(bench: Bench) -> None:
     await bench.settle()
     bench.kubectl.delete("risvc", NAME)
     eventually(lambda: not bench.kubectl.list("deployments") and not bench.kubectl.list("services"), "all is gone")
+    # What the resync does with a service that a listing lacks: the read finds it gone, and it is forgotten.
+    assert bench.reconciler.directory.absent_from([]) == {bench.key}
     assert await bench.writes() == []
+    assert len(bench.reconciler.directory) == 0
     assert bench.reconciler.metrics.registry.get_sample_value("reprise_operator_services") == 0
 
 

@@ -57,7 +57,8 @@ def test_ready() -> None:
     assert message(status, "Ready") == "2 of 2 pods are ready."
     assert conditions(status)["Available"] == ("True", "Serving")
     assert [status[key] for key in ("replicas", "readyReplicas", "updatedReplicas", "availableReplicas")] == [2] * 4
-    assert status["engine"] == {"version": "0.1.0", "blockSize": 16, "kvBlocks": 500, "maxModelLen": 4096}
+    engine = {"version": "0.1.0", "blockSize": 16, "kvBlocks": 500, "maxModelLen": 4096, "memoryUtilization": 0.9}
+    assert status["engine"] == engine
     assert status["memory"] == {
         "effective": 0.9,
         "reason": "automatic: maxModelLen is unset or at most 32768",
