@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise_operator.children.deployment import build_deployment
-from reprise_operator.children.memory import MemoryPlan, plan_memory
+from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.service import build_service, service_url
 from reprise_operator.naming import selector_string
 from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
+from reprise_operator.tuning import MemoryState, carried
 
 Manifest = Mapping[str, Any]
 """One Kubernetes object as it is sent by server-side apply. Never mutated."""
@@ -28,6 +29,8 @@ class Plan:
     replicas: int
     """Pods wanted now: 0 while suspended."""
     memory: MemoryPlan
+    tuning: MemoryState
+    """Where `memory` comes from."""
     url: str
     """Where clients inside the cluster go, ending in /v1."""
     selector: str
@@ -58,9 +61,13 @@ class Plan:
         return tuple(dict.fromkeys(claims))
 
 
-def plan(service: InferenceService, settings: Settings) -> Plan:
-    """Decide every child of `service`. The same arguments give the same Plan."""
-    memory = plan_memory(service)
+def plan(service: InferenceService, settings: Settings, *, tuning: MemoryState | None = None) -> Plan:
+    """Decide every child of `service`. The same arguments give the same Plan.
+
+    `tuning` None: nothing is known of memory having run out.
+    """
+    tuning = tuning or carried(service, settings, {})
+    memory = tuning.plan
     replicas = 0 if service.spec.suspend else service.spec.replicas
     return Plan(
         service=service,
@@ -68,6 +75,7 @@ def plan(service: InferenceService, settings: Settings) -> Plan:
         network_service=build_service(service),
         replicas=replicas,
         memory=memory,
+        tuning=tuning,
         url=service_url(service),
         selector=selector_string(service.identity),
     )

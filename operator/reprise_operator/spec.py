@@ -50,8 +50,6 @@ NOT_YET = (
     "prefixCaching.hostMemory",
     "prefixCaching.persistence",
     "prefixCaching.warmup",
-    "memory.autoTune",
-    "memory.floor",
     "autoscaling",
     "rollout",
     "disruption",
@@ -181,6 +179,12 @@ def _check_conflicts(service: InferenceService) -> None:
                 "InvalidSpec",
                 f"spec.runtime.extraArgs repeats {flag}, which a field of the spec already sets; use that field.",
             )
+    memory = spec.memory
+    if memory.floor is not None and memory.utilization is not None and memory.floor > memory.utilization:
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.memory.floor is {memory.floor:g}, above spec.memory.utilization {memory.utilization:g}; lower it.",
+        )
     _check_accelerator(service)
     if spec.runtime.name is Runtime.VLLM_ASCEND:
         _check_vllm_ascend(service)

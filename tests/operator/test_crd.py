@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from reprise_operator.children.profiles import PROFILES
+from reprise_operator.plan import plan as make_plan
 from reprise_operator.resource import Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
+from reprise_operator.tuning import MemoryEnd, lowered
 from tests.contract.apiserver.replay import client_of, install_definitions
-from tests.operator.factories import NOW, UID, merged, metrics, observed, planned, pod, status_of, window
+from tests.operator.factories import NOW, SETTINGS, UID, merged, metrics, observed, planned, pod, status_of, window
 from tests.operator.golden import inputs, output
 from tests.support.apiserver import ApiServer
 
@@ -332,6 +334,8 @@ def test_status_and_scale(server: httpx.Client) -> None:
 def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
     """A field of status.py that the schema lacks would be pruned, and written again for ever."""
     plan = planned({"memory": {"utilization": 0.8}})
+    end = MemoryEnd(pod_uid="p", container_id="containerd://1", at="2026-11-30T00:00:00Z")
+    plan = make_plan(plan.service, SETTINGS, tuning=lowered(plan.tuning, [end]))
     hits = window().observe([pod(metrics=metrics(at=NOW - 30))])
     served = pod(metrics=metrics(queries=2000, hits=1500))
     status = status_of(plan, observed(plan, served), hits=hits.observe([served]))

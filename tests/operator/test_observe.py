@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod, parse_metrics
-from reprise_operator.observed import ContainerFailure, ObservedPod
+from reprise_operator.observed import ContainerFailure, ObservedPod, Termination
 
 OURS = """\
 # HELP vllm:prefix_cache_queries_total Prefix cache queries, in tokens.
@@ -129,6 +129,34 @@ def test_a_crash_loop_stays_one_between_two_crashes() -> None:
     running = {"name": "engine", "restartCount": 2, "state": {"running": {}}, "lastState": crashed}
     assert [failure.message for failure in failures({**running, "ready": False})] == ["boom"]
     assert failures({**running, "ready": True}) == ()
+
+
+def test_how_runs_ended_is_kept_apart_from_what_runs_now() -> None:
+    before = {
+        "exitCode": 1,
+        "reason": "Error",
+        "message": "OutOfMemory: memory=npu",
+        "containerID": "containerd://1",
+        "finishedAt": "2026-11-30T00:00:00Z",
+    }
+    serving = {"name": "engine", "restartCount": 1, "ready": True, "state": {"running": {}}}
+    pod = observed_pod(pod_body(containerStatuses=[{**serving, "lastState": {"terminated": before}}]))
+    first = Termination(
+        container="engine",
+        container_id="containerd://1",
+        exit_code=1,
+        reason="Error",
+        message="OutOfMemory: memory=npu",
+        finished_at="2026-11-30T00:00:00Z",
+        is_previous=True,
+    )
+    assert (pod.failures, pod.terminations) == ((), (first,))
+    again = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "containerID": "containerd://2"}}
+    ended = {**serving, "ready": False, "state": again, "lastState": {"terminated": before}}
+    second, last = observed_pod(pod_body(containerStatuses=[ended])).terminations
+    assert (second.container_id, second.reason, second.is_previous) == ("containerd://2", "OOMKilled", False)
+    assert last == first
+    assert observed_pod(pod_body(containerStatuses=[serving])).terminations == ()
 
 
 def test_an_image_that_cannot_be_pulled() -> None:
