@@ -198,7 +198,7 @@ def test_a_step_that_takes_all_the_memory_may_be_made_smaller() -> None:
 )
 def test_a_busy_npu_gets_advice_that_works(free: int, advice: str) -> None:
     busy = replace(NPU, free=free)
-    with pytest.raises(InsufficientMemory) as caught:
+    with pytest.raises(OutOfMemory) as caught:
         plan(busy, max_model_len=20_000)
     assert advice in str(caught.value)
     assert "to 0.00" not in str(caught.value)

@@ -220,7 +220,7 @@ _ends = st.lists(st.builds(end, st.integers(0, 59), pod=st.sampled_from(["a", "b
 
 
 @given(memory=_memory, length=st.none() | st.integers(1, 200_000), revisions=st.lists(_ends, max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_invariants_of_every_way_down(
     memory: dict[str, Any], length: int | None, revisions: list[list[MemoryEnd]]
 ) -> None:
@@ -232,7 +232,9 @@ def test_invariants_of_every_way_down(
         assert after.steps - now.steps in (0, 1), "at most one step a revision"
         assert after.effective <= now.effective, "never up"
         assert after.effective >= min(first.effective, floor), "never below the floor"
-        assert math.isclose(after.effective, now.effective) or now.effective - after.effective <= STEP + 1e-4
+        assert math.isclose(after.effective, now.effective) or now.effective - after.effective <= STEP + 2e-4, (
+            "and no more than a step, but for the rounding"
+        )
         if after.steps > now.steps:
             assert after.effective < now.effective, "a step is a step"
             assert memory.get("autoTune", True)
