@@ -353,7 +353,7 @@ def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
         assert row["Ready"] == "True"
         assert row["Model"] == "qwen"
         assert row["Prefix-Cache"] is True
-        assert (row["Hit%"], row["Mem-Util"], row["Replicas"]) == (75, 0.8, 1)
+        assert (row["Hit%"], row["Mem-Util"], row["Replicas"]) == (75, 0.75, 1)
         assert (row["URL"], row["Reason"]) == ("http://qwen.llm.svc:8000/v1", "Ready")
     finally:
         server.delete(url).raise_for_status()
