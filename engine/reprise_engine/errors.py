@@ -7,6 +7,7 @@
     │   ├── DamagedModel       (a file of it is cut off, empty, or not what it should be)
     │   └── UnsupportedModel   (architecture, multimodal, RoPE scaling …)
     ├── InsufficientMemory     not one sequence fits
+    ├── OutOfMemory            memory ran out, of the device or of the host (out_of_memory.py)
     ├── RequestError           one request is wrong: HTTP 400, nothing else stops
     │   └── ContextLengthExceeded
     └── EngineDead             the engine process is gone: HTTP 503, /health fails
@@ -43,6 +44,10 @@ class UnsupportedModel(ModelError):
 
 class InsufficientMemory(RepriseError):
     """The memory left for the KV cache does not hold one sequence of max_model_len."""
+
+
+class OutOfMemory(RepriseError):
+    """Memory ran out. The message begins with `memory=npu|host phase=…:`, see out_of_memory.py."""
 
 
 class RequestError(RepriseError):

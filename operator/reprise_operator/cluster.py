@@ -33,6 +33,9 @@ RESET_MANAGER = f"{FIELD_MANAGER}-reset"
 REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
+# Of a log. The API server's own limitBytes would keep the beginning, so the end is kept here.
+LOG_LINES = 1000
+LOG_BYTES = 64 * 1024
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
@@ -127,6 +130,11 @@ class Cluster:
 
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(PODS, namespace, selector)
+
+    async def log_tail(self, namespace: str, pod: str, container: str) -> str:
+        """The end of the log of the container's previous run."""
+        query = {"container": container, "previous": "true", "tailLines": str(LOG_LINES)}
+        return await self._api.tail(PODS, namespace, pod, subresource="log", query=query, limit=LOG_BYTES)
 
     async def replica_sets(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(REPLICA_SETS, namespace, selector)

@@ -15,6 +15,7 @@ from reprise_operator.children.pod import CONTAINER
 from reprise_operator.kinds import SCALED_OBJECTS
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
+from reprise_operator.out_of_memory import Shortage, shortage
 from reprise_operator.plan import Manifest, Plan
 from reprise_operator.replicas import unplanned_autoscalers, wanted_replicas
 from reprise_operator.rollout import conflicts, find_child, key_of
@@ -207,7 +208,6 @@ _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunC
 _BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*"(: \w+: )?')
 # Holds the delay, which grows with each crash: not a cause, and no reason to write the status again.
 _RESTARTING = re.compile(r"^back-off \S+ restarting failed container.*$", re.DOTALL)
-_DEVICE_MEMORY = re.compile(r"NPU out of memory|Available KV cache memory: -|No available memory for the cache blocks")
 # Our engine's last words begin with the class of the error; vLLM's are matched by their text.
 _LAST_WORDS = (
     ("UnsupportedModel", re.compile(r"\bUnsupportedModel\b|Model architectures? .*not supported|is not a multimodal")),
@@ -244,23 +244,75 @@ def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagno
         )
     if failure.reason == "FailedMount":
         return _stalled("VolumeMountFailed", f"{where}: {words}")
-    if "OOMKilled" in (failure.reason, failure.terminated_reason):
-        return _stalled(
-            "OutOfMemory",
-            f"{where} was killed for using more than its host memory (exit code 137): raise or remove "
-            "spec.runtime.resources.limits.memory.",
-        )
+    log = _log_of(pod, failure)
+    killed = "OOMKilled" in (failure.reason, failure.terminated_reason)
+    short = shortage(plan.service, reason="OOMKilled" if killed else failure.reason, words=words, log=log)
+    if short is not None:
+        return _out_of_memory(plan, where, failure, short)
     cause = _RESTARTING.sub("", words)
     code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
     told = f"{where} fails{code}: {cause}" if cause else f"{where} fails{code} without a last word; see its log."
-    if _DEVICE_MEMORY.search(cause):
-        return _stalled("DeviceOutOfMemory", f"{told} Lower spec.memory.utilization or spec.model.maxModelLen.")
     for reason, pattern in _LAST_WORDS:
         if pattern.search(cause):
-            return _stalled(reason, told)
+            return _stalled(reason, told + _went_down(plan, reason))
+        if found := pattern.search(log):
+            return _stalled(reason, f"{where} fails{code}: {_line_at(log, found.start())}{_went_down(plan, reason)}")
     if failure.reason == "CrashLoopBackOff" or failure.restart_count >= CRASHES:
         return _stalled("ContainerCrashing", told)
     return None
+
+
+def _out_of_memory(plan: Plan, where: str, failure: ContainerFailure, short: Shortage) -> Diagnosis:
+    """What a person has to do; or, where the next step of the memory's share may be the cure, that it is coming."""
+    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    told = f"{where} fails{code}: {short.words.rstrip('.')}."
+    state = plan.tuning
+    if short.memory == "host" and not short.words:
+        told = f"{where} was killed for using more than its host memory (exit code 137)."
+    if short.share_helps and state.can_be_lowered and failure.container == CONTAINER:
+        reason = "DeviceOutOfMemory" if short.memory == "device" else "OutOfMemory"
+        return Diagnosis(state=State.PROGRESSING, reason=reason, message=f"{told} The engine's share is lowered.")
+    if short.memory == "host":
+        advice = "Raise or remove spec.runtime.resources.limits.memory"
+        lowered = f"; spec.memory.utilization went down to {state.effective:g}" if state.steps else ""
+        return _stalled("OutOfMemory", f"{told} {advice}{lowered}.")
+    if short.too_small_a_share:
+        advice = f"The share of {state.effective:g} holds the weights and a step, but no KV cache: "
+        if state.steps:
+            advice += "raise spec.memory.floor to end the lowering sooner, "
+        else:
+            advice += "raise spec.memory.utilization, "
+        advice += "lower spec.model.maxModelLen or use more devices a pod."
+    elif not short.share_helps:
+        advice = "spec.memory.utilization has no part in this."
+    elif state.auto_tune:
+        advice = (
+            f"spec.memory.utilization is at its floor, {state.effective:g}: lower spec.memory.floor or "
+            "spec.model.maxModelLen, or use more devices a pod."
+        )
+    else:
+        advice = "Lower spec.memory.utilization or spec.model.maxModelLen, or set spec.memory.autoTune to true."
+    return _stalled("DeviceOutOfMemory", f"{told} {advice}")
+
+
+def _went_down(plan: Plan, reason: str) -> str:
+    """What the steps of the memory's share have to do with it."""
+    if reason != "InsufficientMemory" or not plan.tuning.steps:
+        return ""
+    first, now = plan.tuning.first.effective, plan.tuning.effective
+    return f" (spec.memory.utilization went down from {first:g} to {now:g}; raise spec.memory.floor to end that sooner)"
+
+
+def _log_of(pod: ObservedPod, failure: ContainerFailure) -> str:
+    """The end of the log of the container's last run, where it has been read."""
+    ends = [end for end in pod.terminations if end.container == failure.container and end.log]
+    return ends[-1].log if ends and not failure.init else ""
+
+
+def _line_at(text: str, position: int) -> str:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    return text[start : len(text) if end < 0 else end].strip()
 
 
 def _first_crash(observed: Observed) -> Diagnosis | None:

@@ -86,6 +86,8 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
         ("", "pods"): {"list"},
+        # The end of a container's previous log, where its last words do not tell why it ended.
+        ("", "pods/log"): {"get"},
         # Whether it exists, by a metadata-only request: the content is never read.
         ("", "secrets"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},

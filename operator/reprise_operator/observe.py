@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from reprise_operator.exposition import parse_metrics
-from reprise_operator.observed import ContainerFailure, EngineMetrics, ObservedPod
+from reprise_operator.observed import ContainerFailure, EngineMetrics, ObservedPod, Termination
 from reprise_operator.settings import ENGINE_PORT
 
 Body = Mapping[str, Any]
@@ -53,6 +53,7 @@ def observed_pod(body: Body) -> ObservedPod:
         scheduled=is_scheduled,
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
+        terminations=_terminations(status),
     )
 
 
@@ -126,6 +127,28 @@ def _failure(container: Body, *, init: bool) -> ContainerFailure | None:
         restart_count=restarts,
         init=init,
     )
+
+
+def _terminations(status: Body) -> tuple[Termination, ...]:
+    """The last run that ended of each container, and the one before it as long as no new one has been started."""
+    found = []
+    for container in status.get("containerStatuses") or ():
+        for key in ("state", "lastState"):
+            ended = (container.get(key) or {}).get("terminated")
+            if ended is None:
+                continue
+            found.append(
+                Termination(
+                    container=container["name"],
+                    container_id=ended.get("containerID") or f"run-{int(container.get('restartCount') or 0)}-{key}",
+                    exit_code=int(ended.get("exitCode") or 0),
+                    reason=ended.get("reason") or "",
+                    message=ended.get("message") or "",
+                    finished_at=ended.get("finishedAt") or "",
+                    is_previous=key == "lastState",
+                )
+            )
+    return tuple(found)
 
 
 def _seconds(timestamp: str | None) -> float | None:

@@ -57,6 +57,26 @@ class ContainerFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Termination:
+    """How a run of one of the pod's containers ended, init containers aside; that run's place may have been taken by
+    another since, also by one that serves."""
+
+    container: str
+    container_id: str
+    """Of that run."""
+    exit_code: int
+    reason: str
+    """The kubelet's: Completed, Error, OOMKilled …"""
+    message: str
+    finished_at: str
+    """RFC 3339, "" where the kubelet does not know."""
+    is_previous: bool
+    """Whether `kubectl logs --previous` shows that run."""
+    log: str = ""
+    """The end of its log, where it has been read (log_tails.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPod:
     name: str
     uid: str
@@ -70,6 +90,7 @@ class ObservedPod:
     scheduled: bool
     unschedulable_message: str | None = None
     failures: tuple[ContainerFailure, ...] = ()
+    terminations: tuple[Termination, ...] = ()
     metrics: EngineMetrics | None = None
     """The last that were read, unless that is too long ago; None of a pod that is not ready."""
     metrics_error: str | None = None

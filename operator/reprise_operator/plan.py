@@ -10,7 +10,7 @@ from reprise_operator.children.autoscaler import autoscaler_type, build_autoscal
 from reprise_operator.children.deployment import build_deployment
 from reprise_operator.children.disruption import build_disruption_budget
 from reprise_operator.children.gateway import GatewayPlan, plan_gateway
-from reprise_operator.children.memory import MemoryPlan, plan_memory
+from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.monitor import build_pod_monitor
 from reprise_operator.children.service import build_service, service_url
 from reprise_operator.hostnames import HostnameTaken
@@ -18,6 +18,7 @@ from reprise_operator.kinds import AUTOSCALER_TYPES, DISRUPTION_BUDGETS, POD_MON
 from reprise_operator.naming import selector_string
 from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
+from reprise_operator.tuning import MemoryState, carried
 
 Manifest = Mapping[str, Any]
 """One Kubernetes object as it is sent by server-side apply. Never mutated."""
@@ -34,6 +35,8 @@ class Plan:
     replicas: int
     """Pods wanted now: 0 while suspended. With `autoscaled` only the number to start from."""
     memory: MemoryPlan
+    tuning: MemoryState
+    """Where `memory` comes from."""
     url: str
     """Where clients inside the cluster go, ending in /v1."""
     selector: str
@@ -91,18 +94,20 @@ def plan(
     *,
     available: frozenset[ResourceType] = frozenset(),
     taken: HostnameTaken | None = None,
+    tuning: MemoryState | None = None,
 ) -> Plan:
     """Decide every child of `service`. The same arguments give the same Plan.
 
     `available` are the optional kinds that can be used now; what the spec asks of others is left out. `taken` is an
-    older service's claim to one of the host names: then there is no route. Raises SpecError
-    where the spec needs a setting that the operator was not given.
+    older service's claim to one of the host names: then there is no route. `tuning` None: nothing is known of memory
+    having run out. Raises SpecError where the spec needs a setting that the operator was not given.
     """
     gateway = plan_gateway(service, settings, available=available, taken=taken)
     monitor = service.spec.monitoring.pod_monitor
     monitored = monitor is not None and monitor.enabled
     asks = (gateway.asks if gateway is not None else frozenset()) | ({POD_MONITORS} if monitored else frozenset())
-    memory = plan_memory(service)
+    tuning = tuning or carried(service, settings, {})
+    memory = tuning.plan
     replicas = _replicas(service)
     # Where an autoscaler decides, the manifest leaves the number out; replicas.py puts it in when it has to be there.
     autoscaled = service.spec.autoscaling is not None and not service.spec.suspend
@@ -116,6 +121,7 @@ def plan(
         replicas=replicas,
         autoscaled=autoscaled,
         memory=memory,
+        tuning=tuning,
         url=service_url(service),
         selector=selector_string(service.identity),
         gateway=gateway,

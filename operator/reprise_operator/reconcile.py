@@ -23,16 +23,20 @@ from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.hostnames import Hostnames, claim_of
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
+from reprise_operator.log_tails import LogTails
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import OWNER_UID_LABEL, child_name, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
 from reprise_operator.observed import Observed, ObservedChild
+from reprise_operator.out_of_memory import memory_ends
 from reprise_operator.plan import Plan, plan
 from reprise_operator.replicas import leaving
+from reprise_operator.resource import Runtime
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, parse
 from reprise_operator.status import build_status
+from reprise_operator.tuning import MemoryState, carried, lowered, memory_status
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
 
@@ -78,6 +82,7 @@ class Reconciler:
     def __post_init__(self) -> None:
         self._memories: dict[Key, _Memory] = {}
         self._hostnames = Hostnames()
+        self._logs = LogTails()
 
     async def __call__(self, key: Key) -> float | None:
         """The work queue's handler: `reconcile`, its faults turned into a retry, both counted."""
@@ -116,6 +121,8 @@ class Reconciler:
             memory.asks = planned.asks
             await self._tell_of_scaling(body, planned, memory)
         observed = await self._observe(identity, planned, memory)
+        if isinstance(planned, Plan):
+            body, planned = await self._tune(key, body, planned, observed)
         conflict: str | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
             observed, conflict = await self._execute(body, planned, observed, memory)
@@ -134,10 +141,14 @@ class Reconciler:
         for namespace, name in self._hostnames.put((key.namespace, key.name), claim):
             self.wake(Key(namespace, name))
 
-    def _plan(self, key: Key, body: Body) -> Plan | SpecError:
+    def _plan(self, key: Key, body: Body, tuning: MemoryState | None = None) -> Plan | SpecError:
+        """`tuning` None: what the status says of it."""
         taken = self._hostnames.taken((key.namespace, key.name))
+        previous = (body.get("status") or {}).get("memory") or {}
         try:
-            return plan(parse(body), self.settings, available=self.kinds.available, taken=taken)
+            service = parse(body)
+            tuning = tuning or carried(service, self.settings, previous)
+            return plan(service, self.settings, available=self.kinds.available, taken=taken, tuning=tuning)
         except SpecError as error:
             return error
 
@@ -154,7 +165,10 @@ class Reconciler:
         pods = [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
         uids = frozenset(pod.uid for pod in pods)
         self.scraper.forget(memory.pods - uids)
+        self._logs.forget(memory.pods - uids)
         memory.pods = uids
+        if wanted is not None and wanted.service.spec.runtime.name is Runtime.VLLM_ASCEND:
+            pods = list(await self._logs.observe(namespace, pods, read=self.cluster.log_tail))
         return Observed(
             at=self.clock(),
             children=children,
@@ -172,6 +186,25 @@ class Reconciler:
         applied = {key.kind for key in memory.applied}
         kinds = self.kinds.held_by(identity.uid) | {kind for kind in OPTIONAL_TYPES if kind.kind in applied}
         return (kinds | (wanted.asks if wanted else memory.asks)) & self.kinds.available
+
+    async def _tune(self, key: Key, body: Body, planned: Plan, observed: Observed) -> tuple[Body, Plan | SpecError]:
+        """Gives the engine a smaller share where memory has run out. Returns the resource as written, and the new Plan.
+
+        The step is written before the Deployment is touched: a process that ends between the two leaves it to be found.
+        """
+        state = lowered(planned.tuning, memory_ends(planned, observed))
+        if state == planned.tuning:
+            return body, planned
+        if state.steps > planned.tuning.steps:
+            previous = body.get("status") or {}
+            memory = {**(previous.get("memory") or {}), **memory_status(state)}
+            written = await self.cluster.patch_status(body, {**previous, "memory": memory})
+            if written is None:
+                raise Retry(f"{key} was deleted meanwhile")
+            body = written
+            self.metrics.writes.labels("InferenceService", "status").inc()
+            logger.info("%s: memory ran out; utilization goes down to %g", key, state.effective)
+        return body, self._plan(key, body, tuning=state)
 
     async def _execute(
         self, body: Body, planned: Plan, observed: Observed, memory: _Memory
@@ -332,6 +365,7 @@ class Reconciler:
         memory = self._memories.pop(key, None)
         if memory is not None:
             self.scraper.forget(memory.pods)
+            self._logs.forget(memory.pods)
         self.metrics.services.set(len(self._memories))
 
 

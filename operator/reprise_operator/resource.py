@@ -103,6 +103,10 @@ class MemorySpec(_Model):
     """Share of the device's memory; `utilization` None means automatic."""
 
     utilization: Annotated[float, Field(gt=0, le=0.98)] | None = None
+    auto_tune: bool = True
+    """Whether it is lowered, step by step, when memory has run out."""
+    floor: Annotated[float, Field(gt=0, le=0.98)] | None = None
+    """The least it is lowered to; None is four steps below the first value."""
 
 
 class ChunkedPrefillSpec(_Model):

@@ -53,8 +53,6 @@ NOT_YET = (
     "prefixCaching.hostMemory",
     "prefixCaching.persistence",
     "prefixCaching.warmup",
-    "memory.autoTune",
-    "memory.floor",
     "rollout",
 )
 """Fields of the schema that a later release honours."""
@@ -190,6 +188,12 @@ def _check_conflicts(service: InferenceService) -> None:
                 "InvalidSpec",
                 f"spec.runtime.extraArgs repeats {flag}, which a field of the spec already sets; use that field.",
             )
+    memory = spec.memory
+    if memory.floor is not None and memory.utilization is not None and memory.floor > memory.utilization:
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.memory.floor is {memory.floor:g}, above spec.memory.utilization {memory.utilization:g}; lower it.",
+        )
     _check_accelerator(service)
     check_autoscaling(spec)
     check_disruption(spec)

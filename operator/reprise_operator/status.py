@@ -31,6 +31,7 @@ from reprise_operator.rollout import ChildKey, find_child
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError
 from reprise_operator.specified import specified_condition
+from reprise_operator.tuning import memory_status
 
 
 def build_status(
@@ -82,6 +83,7 @@ def build_status(
     else:
         # What the running pods were started with still holds.
         status |= {key: previous[key] for key in ("url", "model", "memory") if key in previous}
+        conditions += _kept(previous, MEMORY_TUNED)
     if cache:
         status["prefixCache"] = cache
     if engine:
@@ -110,19 +112,39 @@ def _available(available: int) -> Condition:
 
 
 def _memory(plan: Plan, diagnosis: Diagnosis) -> dict[str, Any]:
-    memory: dict[str, Any] = {
-        "effective": plan.memory.effective,
-        "reason": plan.memory.reason,
-        "deviceOutOfMemory": diagnosis.reason == "DeviceOutOfMemory",
-    }
-    if plan.memory.requested is not None:
-        memory["requested"] = plan.memory.requested
-    return memory
+    return memory_status(plan.tuning) | {"deviceOutOfMemory": diagnosis.reason == "DeviceOutOfMemory"}
 
 
 def _memory_tuned(plan: Plan) -> Condition:
+    state = plan.tuning
+    if state.is_at_floor:
+        return Condition(
+            type=MEMORY_TUNED,
+            status="True" if state.steps else "False",
+            reason="FloorReached",
+            message=f"{_sentence(plan.memory.reason)} {state.effective:g} is the floor.",
+        )
+    if state.steps:
+        return Condition(
+            type=MEMORY_TUNED,
+            status="True",
+            reason="LoweredAfterOutOfMemory",
+            message=f"Now {state.effective:g}: {plan.memory.reason}. The floor is {state.floor:g}.",
+        )
     if plan.memory.requested is not None:
         return Condition(
             type=MEMORY_TUNED, status="False", reason="Requested", message="As spec.memory.utilization asks."
         )
     return Condition(type=MEMORY_TUNED, status="False", reason="Automatic", message=plan.memory.reason)
+
+
+def _kept(previous: Mapping[str, Any], kind: str) -> list[Condition]:
+    return [
+        Condition(type=kind, status=item["status"], reason=item["reason"], message=item["message"])
+        for item in previous.get("conditions") or ()
+        if item["type"] == kind
+    ]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

@@ -185,6 +185,6 @@ def test_each_error_that_ends_a_start_has_a_reason_of_its_own() -> None:
     bases = {"RepriseError", "ModelError"}
     later = {"EngineDead"}  # not at a start: the server is up, and the container is restarted
     assert fatal - bases - later == {
-        *("ConfigError", "InsufficientMemory"),
+        *("ConfigError", "InsufficientMemory", "OutOfMemory"),
         *("ModelNotFound", "DamagedModel", "UnsupportedModel"),
     }

@@ -158,6 +158,7 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
                 await cluster.apply(manifest, present=None)
                 await cluster.delete("n", kind=kind.kind, name="x", uid="u")
             await cluster.pods("n", {})
+            await cluster.log_tail("n", "x", "engine")
             await cluster.replica_sets("n", {})
             await cluster.missing_secrets("n", ["x"])
             await cluster.missing_claims("n", ["x"])
@@ -167,6 +168,8 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             await cluster.patch_status(service, {"url": "http://x"})
     finally:
         await runner.cleanup()
+    asked["", "pods/log"] = {"get"} & asked["", "pods"]
+    asked["", "pods"] -= {"get"}
     asked[GROUP, f"{PLURAL}/status"] = {"patch"} & asked[GROUP, PLURAL]
     asked[GROUP, PLURAL] -= {"patch"}
     for kind in ALL_CHILD_TYPES:

@@ -13,11 +13,13 @@ import yaml
 
 from reprise_operator.children.profiles import PROFILES
 from reprise_operator.kinds import DISRUPTION_BUDGETS, HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES
+from reprise_operator.plan import plan as make_plan
 from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
+from reprise_operator.tuning import MemoryEnd, lowered
 from tests.contract.apiserver.replay import client_of, install_definitions
-from tests.operator.factories import NOW, UID, merged, metrics, observed, planned, pod, status_of, window
+from tests.operator.factories import NOW, SETTINGS, UID, merged, metrics, observed, planned, pod, status_of, window
 from tests.operator.golden import inputs, output
 from tests.support.apiserver import ApiServer
 
@@ -393,6 +395,8 @@ def test_status_and_scale(server: httpx.Client) -> None:
 def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
     """A field of status.py that the schema lacks would be pruned, and written again for ever."""
     plan = planned({"memory": {"utilization": 0.8}})
+    end = MemoryEnd(pod_uid="p", container_id="containerd://1", at="2026-11-30T00:00:00Z")
+    plan = make_plan(plan.service, SETTINGS, tuning=lowered(plan.tuning, [end]))
     hits = window().observe([pod(metrics=metrics(at=NOW - 30))])
     served = pod(metrics=metrics(queries=2000, hits=1500))
     status = status_of(plan, observed(plan, served), hits=hits.observe([served]))
@@ -410,7 +414,7 @@ def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
         assert row["Ready"] == "True"
         assert row["Model"] == "qwen"
         assert row["Prefix-Cache"] is True
-        assert (row["Hit%"], row["Mem-Util"], row["Replicas"]) == (75, 0.8, 1)
+        assert (row["Hit%"], row["Mem-Util"], row["Replicas"]) == (75, 0.75, 1)
         assert (row["URL"], row["Reason"]) == ("http://qwen.llm.svc:8000/v1", "Ready")
     finally:
         server.delete(url).raise_for_status()

@@ -81,6 +81,34 @@ def test_a_crash_loop_stays_one_between_two_crashes() -> None:
     assert failures({**running, "ready": True}) == ()
 
 
+def test_how_runs_ended_is_kept_apart_from_what_runs_now() -> None:
+    before = {
+        "exitCode": 1,
+        "reason": "Error",
+        "message": "OutOfMemory: memory=npu",
+        "containerID": "containerd://1",
+        "finishedAt": "2026-11-30T00:00:00Z",
+    }
+    serving = {"name": "engine", "restartCount": 1, "ready": True, "state": {"running": {}}}
+    pod = observed_pod(pod_body(containerStatuses=[{**serving, "lastState": {"terminated": before}}]))
+    first = Termination(
+        container="engine",
+        container_id="containerd://1",
+        exit_code=1,
+        reason="Error",
+        message="OutOfMemory: memory=npu",
+        finished_at="2026-11-30T00:00:00Z",
+        is_previous=True,
+    )
+    assert (pod.failures, pod.terminations) == ((), (first,))
+    again = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "containerID": "containerd://2"}}
+    ended = {**serving, "ready": False, "state": again, "lastState": {"terminated": before}}
+    second, last = observed_pod(pod_body(containerStatuses=[ended])).terminations
+    assert (second.container_id, second.reason, second.is_previous) == ("containerd://2", "OOMKilled", False)
+    assert last == first
+    assert observed_pod(pod_body(containerStatuses=[serving])).terminations == ()
+
+
 def test_an_image_that_cannot_be_pulled() -> None:
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'}}
     (failure,) = failures({"name": "engine", "restartCount": 0, "state": waiting})

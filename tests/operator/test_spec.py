@@ -19,8 +19,6 @@ VALUES: dict[str, Any] = {
     "prefixCaching.hostMemory": "64Gi",
     "prefixCaching.persistence": {"size": "100Gi"},
     "prefixCaching.warmup": {"prompts": ["You are"]},
-    "memory.autoTune": False,
-    "memory.floor": 0.8,
     "rollout": {"maxSurge": 0},
 }
 
@@ -45,6 +43,7 @@ def test_unset_fields_have_the_documented_defaults() -> None:
     )
     assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, None)
     assert (spec.replicas, spec.suspend, spec.memory.utilization) == (1, False, None)
+    assert (spec.memory.auto_tune, spec.memory.floor) == (True, None)
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"enabled": True}, True), ({"enabled": False}, False)])
@@ -101,8 +100,8 @@ def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
 
 def test_all_fields_of_a_later_release_are_named_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "memory": {"floor": 0.8}}))
-    for path in ("spec.model.uri (hf://)", "spec.memory.floor"):
+        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "rollout": {"maxSurge": 0}}))
+    for path in ("spec.model.uri (hf://)", "spec.rollout"):
         assert path in caught.value.message
 
 
@@ -117,6 +116,8 @@ def test_model_hubs_and_buckets_are_refused_by_name(scheme: str) -> None:
     ("spec", "path"),
     [
         ({"memory": {"utilization": 1.5}}, "spec.memory.utilization"),
+        ({"memory": {"floor": 0}}, "spec.memory.floor"),
+        ({"memory": {"utilization": 0.8, "floor": 0.9}}, "spec.memory.floor is 0.9, above spec.memory.utilization 0.8"),
         ({"service": {"port": 0}}, "spec.service.port"),
         ({"runtime": {"name": "sglang"}}, "spec.runtime.name"),
         ({"accelerator": {"profile": "gpu"}}, "spec.accelerator.profile"),

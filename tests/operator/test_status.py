@@ -63,6 +63,8 @@ def test_ready() -> None:
         "effective": 0.9,
         "reason": "automatic: maxModelLen is unset or at most 32768",
         "deviceOutOfMemory": False,
+        "inputsHash": plan.tuning.inputs_hash,
+        "steps": 0,
     }
     assert conditions(status)["MemoryTuned"] == ("False", "Automatic")
 
