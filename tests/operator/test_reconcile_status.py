@@ -158,9 +158,7 @@ async def test_gitops_tools_read_it_right_from_creation_to_deletion(bench: Bench
     for listed in bench.kubectl.list("pods"):
         bench.kubectl.delete("pod", listed["metadata"]["name"], "--force", "--grace-period=0")
     eventually(lambda: not bench.kubectl.list("pods"), "no pod is left")
-    eventually(lambda: not bench.child("deployment")["status"].get("replicas"), "the Deployment counts none")
-    await bench.settle()
-    assert judged() == ("Current", "Suspended")
+    await passes_until(("Current", "Suspended"))
 
     bench.kubectl.patch("inferenceservice", NAME, {"metadata": {"finalizers": ["example.com/held"]}})
     bench.kubectl.delete("inferenceservice", NAME, "--wait=false")
