@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
-from reprise_operator.observed import ContainerFailure, ObservedPod
+from reprise_operator.observed import ContainerFailure, ObservedPod, Termination
 
 OURS = "vllm:prefix_cache_queries_total 3000.0\nvllm:prefix_cache_hits_total 1500.0\n"
 
