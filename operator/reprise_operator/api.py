@@ -16,9 +16,9 @@ import contextlib
 import enum
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
@@ -26,9 +26,10 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
-from reprise_operator.kinds import PERMISSIONS, ResourceType
+from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
 
 Body = Mapping[str, Any]
+Answer = TypeVar("Answer")
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 PAGE_SIZE = 500
@@ -162,8 +163,46 @@ class Api:
         subresource: str | None = None,
         **parameters: Any,
     ) -> Body:
+        async def body(response: aiohttp.ClientResponse) -> Body:
+            answer: Body = await response.json()
+            return answer
+
+        return await self._send(verb, resource, namespace, name, subresource, body, parameters)
+
+    async def tail(
+        self,
+        resource: ResourceType,
+        namespace: str,
+        name: str,
+        *,
+        subresource: str,
+        query: Mapping[str, str],
+        limit: int,
+    ) -> str:
+        """The last `limit` bytes of an answer that is text; no more than that is held at a time."""
+
+        async def end(response: aiohttp.ClientResponse) -> str:
+            kept = b""
+            async for chunk in response.content.iter_chunked(64 * 1024):
+                kept = (kept + chunk)[-limit:]
+            return kept.decode("utf-8", errors="replace")
+
+        parameters = {"query_params": list(query.items()), "header_params": {"Accept": "text/plain, */*"}}
+        return await self._send("get", resource, namespace, name, subresource, end, parameters)
+
+    async def _send(
+        self,
+        verb: str,
+        resource: ResourceType,
+        namespace: str | None,
+        name: str | None,
+        subresource: str | None,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
+        parameters: Mapping[str, Any],
+    ) -> Answer:
         asked = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
-        assert verb in PERMISSIONS[resource.group, asked], f"kinds.PERMISSIONS lacks {verb} on {asked}"
+        allowed = {**NODE_PERMISSIONS, **PERMISSIONS}[resource.group, asked]
+        assert verb in allowed, f"kinds.PERMISSIONS lacks {verb} on {asked}"
         method = {"list": "get", "create": "post"}.get(verb, verb)
         outcome = "ok"
         try:
@@ -174,7 +213,7 @@ class Api:
                 _request_timeout=self._timeout,
                 **parameters,
             )
-            body: Body = await response.json()
+            return await read(response)
         except DynamicApiError as error:
             fault = _cluster_error(error)
             outcome = fault.fault.name.lower()
@@ -186,4 +225,3 @@ class Api:
         finally:
             if self._on_request is not None:
                 self._on_request(verb, resource, outcome)
-        return body

@@ -9,8 +9,9 @@ from typing import Any
 from reprise_operator.children.deployment import build_deployment
 from reprise_operator.children.memory import MemoryPlan, plan_memory
 from reprise_operator.children.service import build_service, service_url
+from reprise_operator.children.strategy import needs_free_devices
 from reprise_operator.naming import selector_string
-from reprise_operator.resource import Identity, InferenceService
+from reprise_operator.resource import Identity, InferenceService, SpecError
 from reprise_operator.settings import Settings
 
 Manifest = Mapping[str, Any]
@@ -59,7 +60,16 @@ class Plan:
 
 
 def plan(service: InferenceService, settings: Settings) -> Plan:
-    """Decide every child of `service`. The same arguments give the same Plan."""
+    """Decide every child of `service`. The same arguments give the same Plan.
+
+    Raises SpecError for what only the operator's own settings rule out.
+    """
+    if needs_free_devices(service) and not settings.read_nodes:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.rollout.maxUnavailable is 0, so a change needs free devices, which this operator may not look for: "
+            "set it to 1, or let the operator read nodes (rbac.readNodes of its chart, all namespaces).",
+        )
     memory = plan_memory(service)
     replicas = 0 if service.spec.suspend else service.spec.replicas
     return Plan(

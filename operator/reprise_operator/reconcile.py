@@ -20,9 +20,12 @@ from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
-from reprise_operator.observe import Scraper, current_template_hash, observed_pod
+from reprise_operator.observe import Scraper, current_template_hash, observed_pod, templates
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan, plan
+from reprise_operator.release import Release
+from reprise_operator.release_state import state_status
+from reprise_operator.releasing import CHECK_POLL_SECONDS, Releaser, awaits_check
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, identity_of, parse
@@ -94,14 +97,22 @@ class Reconciler:
         planned = self._plan(body)
         observed = await self._observe(identity, planned, memory)
         conflict: str | None = None
+        release: Release | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
-            observed, conflict = await self._execute(body, planned, observed, memory)
+            releaser = Releaser(cluster=self.cluster, settings=self.settings)
+            release, before = await releaser.decide(body, planned, observed), body
+            if release.rejects:
+                # Before the workload: its pods go, and with them the cause.
+                body = await self._remember(body, release)
+            observed, conflict = await self._execute(body, planned, release, observed, memory)
+            if conflict is None:
+                await releaser.prune(before, planned, release)
         memory.window = memory.window.observe(observed.pods)
 
-        await self._write_status(body, planned, observed, memory)
+        await self._write_status(body, planned, release, observed, memory)
         if conflict is not None:
             raise Retry(conflict)
-        return self._pause(planned, observed)
+        return CHECK_POLL_SECONDS if awaits_check(release) else self._pause(planned, observed)
 
     # The steps ------------------------------------------------------------------------------------------------------
 
@@ -124,26 +135,36 @@ class Reconciler:
         uids = frozenset(pod.uid for pod in pods)
         self.scraper.forget(memory.pods - uids)
         memory.pods = uids
+        replica_sets = await self.cluster.replica_sets(namespace, labels)
         return Observed(
             at=self.clock(),
             children=children,
             pods=await self.scraper.observe(pods),
             missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
-            template_hash=current_template_hash(
-                _deployment(children), await self.cluster.replica_sets(namespace, labels)
-            ),
+            template_hash=current_template_hash(_deployment(children), replica_sets),
+            templates=templates(_deployment(children), replica_sets),
             apply_errors=dict(memory.refused),
         )
 
+    async def _remember(self, body: Body, release: Release) -> Body:
+        """Writes what a release is to remember. Returns the service as written."""
+        status = {**(body.get("status") or {}), "rollout": state_status(release.state)}
+        written = await self.cluster.patch_status(body, status)
+        return body if written is None else written
+
     async def _execute(
-        self, body: Body, planned: Plan, observed: Observed, memory: _Memory
+        self, body: Body, planned: Plan, release: Release, observed: Observed, memory: _Memory
     ) -> tuple[Observed, str | None]:
-        """Does what `decide` decides. Returns what is observed after it, and the conflict it met, if any."""
+        """Does what `decide` decides, with the workload of the release. Returns what is observed after it, and the
+        conflict it met, if any."""
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
         faults: dict[str, str] = {}
-        actions = decide(planned, observed, applied=memory.applied)
+        workload = planned.deployment if release.deployment is None else release.deployment
+        actions = decide(replace(planned, deployment=workload), observed, applied=memory.applied)
+        if release.deployment is None:
+            actions = tuple(action for action in actions if action.key != key_of(workload))
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
         memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
@@ -214,7 +235,9 @@ class Reconciler:
             note = f"Deleted {action.key}, which is not needed any more"
             await self.recorder.record(body, Happening(type="Normal", reason="Deleted", action="Delete", note=note))
 
-    async def _write_status(self, body: Body, planned: Plan | SpecError, observed: Observed, memory: _Memory) -> None:
+    async def _write_status(
+        self, body: Body, planned: Plan | SpecError, release: Release | None, observed: Observed, memory: _Memory
+    ) -> None:
         previous = body.get("status") or {}
         wanted = build_status(
             identity_of(body),
@@ -224,6 +247,7 @@ class Reconciler:
             window=memory.window,
             now=observed.at,
             settings=self.settings,
+            release=release,
         )
         if await self.cluster.patch_status(body, wanted) is None:
             return

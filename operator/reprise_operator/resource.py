@@ -117,6 +117,19 @@ class AcceleratorSpec(_Model):
     driver: DriverMode = DriverMode.AUTO
 
 
+PodShare = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[0-9]+%$")]
+"""A number of pods, or a percentage of the replicas."""
+
+
+class RolloutSpec(_Model):
+    """How a change replaces pods. What is None is decided by children/strategy.py."""
+
+    max_surge: PodShare | None = None
+    max_unavailable: PodShare | None = None
+    progress_deadline_seconds: Annotated[int, Field(ge=10)] | None = None
+    """Seconds without progress after which a change is rolled back."""
+
+
 class ServiceSpec(_Model):
     """The Service in front of the pods."""
 
@@ -169,6 +182,7 @@ class Spec(_Model):
     chunked_prefill: ChunkedPrefillSpec = ChunkedPrefillSpec()
     accelerator: AcceleratorSpec = AcceleratorSpec()
     replicas: Annotated[int, Field(ge=0)] = 1
+    rollout: RolloutSpec = RolloutSpec()
     service: ServiceSpec = ServiceSpec()
     auth: AuthSpec = AuthSpec()
     suspend: bool = False

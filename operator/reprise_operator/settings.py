@@ -29,5 +29,8 @@ class Settings:
     hit_rate_window_seconds: float = 300.0
     status_min_interval_seconds: float = 60.0
     """Cache figures of one service are written at most this often (conditions are written at once)."""
+    read_nodes: bool = False
+    """Whether nodes, and the pods of all namespaces, may be read to find free devices: then a change of an NPU service
+    may add a pod before it takes one."""
     metrics_port: int = 8080
     health_port: int = 8081

@@ -10,6 +10,7 @@ from typing import Any
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan, plan
+from reprise_operator.release import Release
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
 from reprise_operator.status import build_status
@@ -42,8 +43,10 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def planned(spec: Mapping[str, Any] | None = None, *, name: str = "qwen", generation: int = 1) -> Plan:
-    return plan(parse(body(spec, name=name, generation=generation)), SETTINGS)
+def planned(
+    spec: Mapping[str, Any] | None = None, *, name: str = "qwen", generation: int = 1, read_nodes: bool = False
+) -> Plan:
+    return plan(parse(body(spec, name=name, generation=generation)), replace(SETTINGS, read_nodes=read_nodes))
 
 
 def container(of: Plan) -> dict[str, Any]:
@@ -149,8 +152,11 @@ def status_of(
     *,
     hits: HitRateWindow | None = None,
     now: float = NOW,
+    release: Release | None = None,
 ) -> dict[str, Any]:
-    return build_status(of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS)
+    return build_status(
+        of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS, release=release
+    )
 
 
 def conditions(status: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -40,6 +40,9 @@ def test_flags_and_environment() -> None:
     assert (options.settings.namespace, options.settings.scrape_seconds, options.settings.workers) == ("models", 2.5, 2)
     assert (options.settings.reprise_image, options.log_level, options.lease_namespace) == ("r:1", "debug", None)
     assert parse_options(["run", "-A"], {}).settings.namespace is None
+    assert parse_options(["run", "-A"], {}).settings.read_nodes is False
+    assert parse_options(["run", "-A", "--read-nodes"], {}).settings.read_nodes is True
+    assert parse_options(["run", "-A"], {"REPRISE_OPERATOR_READ_NODES": "true"}).settings.read_nodes is True
     assert parse_options(["run", "-n", "x"], {}).settings.namespace == "x"
     assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
 
@@ -50,6 +53,7 @@ def test_flags_and_environment() -> None:
         ([], {}, "required: command"),
         (["run"], {}, "either --namespace NAME or --all-namespaces"),
         (["run", "-A", "-n", "x"], {}, "either --namespace NAME or --all-namespaces"),
+        (["run", "-n", "x", "--read-nodes"], {}, "--read-nodes needs --all-namespaces"),
         (["run", "-A", "--workers", "0"], {}, "--workers is 0; it must be above 0"),
         (["run", "-A", "--work", "2"], {}, "unrecognized arguments: --work 2"),
         (["run", "-A"], {"REPRISE_OPERATOR_WORKERS": "many"}, "--workers: invalid int value: 'many'"),

@@ -22,7 +22,6 @@ VALUES: dict[str, Any] = {
     "memory.autoTune": False,
     "memory.floor": 0.8,
     "autoscaling": {"maxReplicas": 3},
-    "rollout": {"maxSurge": 0},
     "disruption": {"minAvailable": 0},
     "gateway": {"inferencePool": False},
     "monitoring": {},
