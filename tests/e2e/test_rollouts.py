@@ -67,14 +67,14 @@ def serving(service: Deployed, url: str) -> Serving:
 def test_one_pod_and_a_bad_flag(site: Site) -> None:
     with site.deployed("single", SCARCE) as service:
         service.wait_ready()
-        before, generation = service.pod_uids(), service.deployment()["metadata"]["generation"]
+        before, template = service.pod_uids(), service.deployment()["spec"]["template"]
         with site.reach("single") as url:
             watched = serving(service, url)
             service.patch({"runtime": {"extraArgs": BAD_FLAG}})
             message = watched.while_waiting_for(condition(service, "CheckFailed"), "the check fails")
             assert "--no-such-flag" in message
             assert service.pod_uids() == before
-            assert service.deployment()["metadata"]["generation"] == generation
+            assert service.deployment()["spec"]["template"] == template
             service.patch({"runtime": {"extraArgs": SOUND}})
             watched.while_waiting_for(
                 lambda: service.condition("Ready").get("status") == "True", "it is ready when taken back"

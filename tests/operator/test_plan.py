@@ -107,6 +107,7 @@ def test_every_input_of_the_pod_rolls_it_out(field: str) -> None:
 
 def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
     elsewhere = {"replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"}
+    elsewhere |= {"rollout.maxSurge", "rollout.maxUnavailable", "rollout.progressDeadlineSeconds"}
     fields: set[str] = set()
     for name, info in Spec.model_fields.items():
         nested = info.annotation
