@@ -26,7 +26,7 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
-from reprise_operator.kinds import PERMISSIONS, ResourceType
+from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
 
 Body = Mapping[str, Any]
 Answer = TypeVar("Answer")
@@ -207,7 +207,8 @@ class Api:
         parameters: Mapping[str, Any],
     ) -> Answer:
         asked = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
-        assert verb in PERMISSIONS[resource.group, asked], f"kinds.PERMISSIONS lacks {verb} on {asked}"
+        allowed = {**NODE_PERMISSIONS, **PERMISSIONS}[resource.group, asked]
+        assert verb in allowed, f"kinds.PERMISSIONS lacks {verb} on {asked}"
         method = {"list": "get", "create": "post"}.get(verb, verb)
         outcome = "ok"
         try:

@@ -19,6 +19,8 @@ from reprise_operator.kinds import (
     CLAIMS,
     EVENTS,
     INFERENCE_SERVICES,
+    JOBS,
+    NODES,
     OPTIONAL_TYPES,
     PODS,
     REPLICA_SETS,
@@ -131,10 +133,34 @@ class Cluster:
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(PODS, namespace, selector)
 
-    async def log_tail(self, namespace: str, pod: str, container: str) -> str:
-        """The end of the log of the container's previous run."""
-        query = {"container": container, "previous": "true", "tailLines": str(LOG_LINES)}
-        return await self._api.tail(PODS, namespace, pod, subresource="log", query=query, limit=LOG_BYTES)
+    async def log_tail(
+        self, namespace: str, pod: str, container: str, *, previous: bool = True, limit: int = LOG_BYTES
+    ) -> str:
+        """The last `limit` bytes of the log of a container's previous or present run."""
+        query = {"container": container, "previous": str(previous).lower(), "tailLines": str(LOG_LINES)}
+        return await self._api.tail(PODS, namespace, pod, subresource="log", query=query, limit=limit)
+
+    async def pod_log(
+        self, namespace: str, pod: str, container: str, *, previous: bool, limit: int = LOG_BYTES
+    ) -> str | None:
+        """The same; None where there is none, or it may not be read, or its node does not answer."""
+        try:
+            return await self.log_tail(namespace, pod, container, previous=previous, limit=limit)
+        except ClusterError:
+            return None
+
+    async def job(self, namespace: str, name: str) -> Body | None:
+        return await self._api.get(JOBS, namespace, name)
+
+    async def nodes_and_pods(self) -> tuple[tuple[Body, ...], tuple[Body, ...]] | None:
+        """All nodes, and the pods of all namespaces; None where they may not be read."""
+        try:
+            nodes, pods = await _gather(self._api.list(NODES, None), self._api.list(PODS, None))
+        except ClusterError as error:
+            if error.fault is Fault.FORBIDDEN:
+                return None
+            raise
+        return nodes, pods
 
     async def replica_sets(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(REPLICA_SETS, namespace, selector)
@@ -276,6 +302,29 @@ class Cluster:
                 return False
             raise
         return True
+
+    async def create_job(self, manifest: Body) -> ApplyResult:
+        """Creates a Job. CONFLICT: there is one of its name already."""
+        try:
+            answer = await self._api.request(
+                "create", JOBS, manifest["metadata"]["namespace"], body=manifest, field_manager=FIELD_MANAGER
+            )
+        except ClusterError as error:
+            if error.fault is Fault.CONFLICT:
+                return ApplyResult(outcome=ApplyOutcome.CONFLICT, message=error.message)
+            if error.fault in (Fault.INVALID, Fault.FORBIDDEN, Fault.NOT_FOUND):
+                return ApplyResult(outcome=ApplyOutcome.REFUSED, message=error.message)
+            raise
+        return ApplyResult(outcome=ApplyOutcome.CREATED, body=answer)
+
+    async def delete_job(self, namespace: str, name: str) -> None:
+        """Deletes a Job with its pods, if there is one."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        try:
+            await self._api.request("delete", JOBS, namespace, name, body=options)
+        except ClusterError as error:
+            if error.fault is not Fault.NOT_FOUND:
+                raise
 
     async def patch_status(self, service: Body, status: Body) -> Body | None:
         """Makes the status of `service` (as just read) equal to `status`.

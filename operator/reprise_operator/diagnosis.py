@@ -69,11 +69,11 @@ def counts(deployment: ObservedChild | None) -> DeploymentCounts:
     )
 
 
-def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
-    """How the service is doing now."""
-    names = conflicts(plan, observed)
-    if names:
-        return _stalled("NameTaken", " ".join(conflict.message for conflict in names))
+def diagnose(plan: Plan, observed: Observed, *, now: float, held: Diagnosis | None = None) -> Diagnosis:
+    """How the service is doing now. `held`: why the present spec's template is not given to the workload (yet)."""
+    taken = conflicts(plan, observed)
+    if taken:
+        return _stalled("NameTaken", " ".join(conflict.message for conflict in taken))
     refused = [
         f"{child}: {message}"
         for child, message in sorted(observed.apply_errors.items())
@@ -81,6 +81,8 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     ]
     if refused:
         return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
+    if held is not None:
+        return held
     deployment = find_child(observed, key_of(plan.deployment))
     taken = _hostname_taken(plan)
     if taken is None and _is_ready(plan, observed, deployment):
@@ -99,6 +101,18 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     if deadline is not None:
         return _stalled("ProgressDeadlineExceeded", deadline)
     return _progress(plan, observed, deployment)
+
+
+def why_not_ready(plan: Plan, observed: Observed, *, now: float) -> Diagnosis | None:
+    """What stops the pods of the present template; None where nothing is seen to."""
+    deployment = find_child(observed, key_of(plan.deployment))
+    return (
+        _missing_objects(plan, observed)
+        or _failure_of_pods(plan, observed)
+        or _failure_of(deployment)
+        or _unschedulable(observed, counts(deployment), now)
+        or _first_crash(observed)
+    )
 
 
 def current_pods(observed: Observed) -> tuple[ObservedPod, ...]:

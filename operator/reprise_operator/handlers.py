@@ -19,7 +19,7 @@ from reprise_operator.cluster import Key
 from reprise_operator.directory import Directory
 from reprise_operator.kinds import CHILD_TYPES, INFERENCE_SERVICES, PODS, ResourceType
 from reprise_operator.metrics import OperatorMetrics
-from reprise_operator.naming import MANAGED_BY_SELECTOR, NAME_LABEL
+from reprise_operator.naming import CHECK_LABEL, MANAGED_BY_SELECTOR, NAME_LABEL
 from reprise_operator.settings import GROUP, KIND
 from reprise_operator.spec import identity_of
 from reprise_operator.watch import WatchHealth
@@ -75,7 +75,8 @@ class Waker:
         self._wake_by_label(body["metadata"])
 
     def _wake_by_label(self, metadata: Body) -> None:
-        key = self._directory.owner(metadata["namespace"], (metadata.get("labels") or {}).get(NAME_LABEL))
+        labels = metadata.get("labels") or {}
+        key = self._directory.owner(metadata["namespace"], labels.get(NAME_LABEL) or labels.get(CHECK_LABEL))
         if key is not None:
             self._wake(key, COALESCE_SECONDS)
 

@@ -41,6 +41,8 @@ PODS = ResourceType("v1", "Pod", "pods")
 SECRETS = ResourceType("v1", "Secret", "secrets")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENTS = ResourceType("v1", "Event", "events")
+JOBS = ResourceType("batch/v1", "Job", "jobs")
+NODES = ResourceType("v1", "Node", "nodes")
 LEASES = ResourceType("coordination.k8s.io/v1", "Lease", "leases")
 
 INFERENCE_POOLS = ResourceType("inference.networking.k8s.io/v1", "InferencePool", "inferencepools")
@@ -86,8 +88,10 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
         ("", "pods"): {"list"},
-        # The end of a container's previous log, where its last words do not tell why it ended.
+        # The end of a container's log, where its last words do not tell why it ended.
         ("", "pods/log"): {"get"},
+        # The check of a change before the last serving pod is taken for it.
+        ("batch", "jobs"): {"get", "create", "delete"},
         # Whether it exists, by a metadata-only request: the content is never read.
         ("", "secrets"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
@@ -115,6 +119,9 @@ CLUSTER_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
     {("apiextensions.k8s.io", "customresourcedefinitions"): {"list", "watch"}}
 )
 """kopf's, when all namespaces are served: it notices the CRD's appearance and change."""
+
+NODE_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table({("", "nodes"): {"list"}})
+"""Of all namespaces and with --read-nodes only: which devices are free (devices.py)."""
 
 LEASE_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
     {("coordination.k8s.io", "leases"): {"get", "create", "update"}}

@@ -24,6 +24,8 @@ NAME_LABEL = f"{GROUP}/name"
 """On every child and pod; the immutable selector. Its value is `child_name`."""
 OWNER_UID_LABEL = f"{GROUP}/owner-uid"
 """On every child, not on pods: finds the children of one InferenceService, also those the Plan no longer names."""
+CHECK_LABEL = f"{GROUP}/check-of"
+"""On the pods of a check (children/check_job.py) instead of `NAME_LABEL`, which would bring them traffic."""
 PLAN_HASH_ANNOTATION = f"{GROUP}/plan-hash"
 """On every child: `digest` of the manifest it was applied from; status tells an applied spec from one still to come."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": FIELD_MANAGER}

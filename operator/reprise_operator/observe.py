@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from reprise_operator.cause import without_secrets
 from reprise_operator.exposition import parse_metrics
 from reprise_operator.observed import ContainerFailure, EngineMetrics, ObservedPod, Termination
 from reprise_operator.settings import ENGINE_PORT
@@ -50,6 +51,7 @@ def observed_pod(body: Body) -> ObservedPod:
         template_hash=(metadata.get("labels") or {}).get(TEMPLATE_HASH_LABEL),
         started_at=_seconds(status.get("startTime")),
         created_at=_seconds(metadata.get("creationTimestamp")),
+        node=(body.get("spec") or {}).get("nodeName"),
         scheduled=is_scheduled,
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
@@ -68,15 +70,29 @@ def current_template_hash(deployment: Body | None, replica_sets: Iterable[Body])
     metadata = deployment["metadata"]
     if (deployment.get("status") or {}).get("observedGeneration") != metadata.get("generation"):
         return None
-    owned = [
-        replica_set["metadata"]
-        for replica_set in replica_sets
-        if any(owner.get("uid") == metadata["uid"] for owner in replica_set["metadata"].get("ownerReferences") or ())
-    ]
+    owned = [replica_set["metadata"] for replica_set in replica_sets if _is_of(deployment, replica_set)]
     if not owned:
         return None
     newest = max(owned, key=_revision)
     return (newest.get("labels") or {}).get(TEMPLATE_HASH_LABEL)
+
+
+def templates(deployment: Body | None, replica_sets: Iterable[Body]) -> dict[str, Body]:
+    """pod-template-hash → pod template of each of the Deployment's ReplicaSets, as the Deployment once had it."""
+    found: dict[str, Body] = {}
+    for replica_set in replica_sets:
+        name = (replica_set["metadata"].get("labels") or {}).get(TEMPLATE_HASH_LABEL)
+        if deployment is None or name is None or not _is_of(deployment, replica_set):
+            continue
+        template = replica_set["spec"]["template"]
+        labels = {key: value for key, value in template["metadata"]["labels"].items() if key != TEMPLATE_HASH_LABEL}
+        found[name] = {**template, "metadata": {**template["metadata"], "labels": labels}}
+    return found
+
+
+def _is_of(deployment: Body, replica_set: Body) -> bool:
+    owners = replica_set["metadata"].get("ownerReferences") or ()
+    return any(owner.get("uid") == deployment["metadata"]["uid"] for owner in owners)
 
 
 def _revision(metadata: Body) -> int:
@@ -121,7 +137,7 @@ def _failure(container: Body, *, init: bool) -> ContainerFailure | None:
     return ContainerFailure(
         container=container["name"],
         reason=reason,
-        message=words,
+        message=without_secrets(words),
         exit_code=(last or {}).get("exitCode"),
         terminated_reason=(last or {}).get("reason"),
         restart_count=restarts,

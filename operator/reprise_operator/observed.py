@@ -97,6 +97,8 @@ class ObservedPod:
     """Why the last attempt to read them failed; the words do not change while the fault does not."""
     created_at: float | None = None
     """metadata.creationTimestamp."""
+    node: str | None = None
+    """Where it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,8 @@ class Observed:
     missing_claims: tuple[str, ...] = ()
     template_hash: str | None = None
     """pod-template-hash of the Deployment's newest ReplicaSet: pods that carry it are the current ones."""
+    templates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """pod-template-hash → pod template, of each of the Deployment's ReplicaSets: what it can be rolled back to."""
     apply_errors: Mapping[str, str] = field(default_factory=dict)
     """"Kind/name" → the API server's message, for children whose last apply it refused."""
     apply_faults: Mapping[str, str] = field(default_factory=dict)

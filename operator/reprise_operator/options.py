@@ -77,6 +77,11 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         "least time between two writes of a service's figures",
     )
     add("--prometheus-url", None, str, "Prometheus that KEDA asks for the load, where the spec names none")
+    run.add_argument(
+        "--read-nodes",
+        action="store_true",
+        help="look for free NPUs on the nodes, to add a pod before one is taken; all namespaces only",
+    )
     add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
     add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
     add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
@@ -88,6 +93,9 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     all_namespaces = values.all_namespaces or environment.get("REPRISE_OPERATOR_ALL_NAMESPACES", "").lower() == "true"
     if bool(values.namespace) == all_namespaces:
         run.error("say which namespaces to serve: either --namespace NAME or --all-namespaces")
+    read_nodes = values.read_nodes or environment.get("REPRISE_OPERATOR_READ_NODES", "").lower() == "true"
+    if read_nodes and not all_namespaces:
+        run.error("--read-nodes needs --all-namespaces: the pods of every namespace take devices")
     for name in (
         *("workers", "resync_seconds", "discovery_seconds"),
         *("scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"),
@@ -120,6 +128,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             hit_rate_window_seconds=values.hit_rate_window_seconds,
             status_min_interval_seconds=values.status_min_interval_seconds,
             prometheus_url=values.prometheus_url or None,
+            read_nodes=read_nodes,
             metrics_port=values.metrics_port,
             health_port=values.health_port,
         ),

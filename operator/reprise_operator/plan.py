@@ -13,10 +13,11 @@ from reprise_operator.children.gateway import GatewayPlan, plan_gateway
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.monitor import build_pod_monitor
 from reprise_operator.children.service import build_service, service_url
+from reprise_operator.children.strategy import needs_free_devices
 from reprise_operator.hostnames import HostnameTaken
 from reprise_operator.kinds import AUTOSCALER_TYPES, DISRUPTION_BUDGETS, POD_MONITORS, ResourceType
 from reprise_operator.naming import selector_string
-from reprise_operator.resource import Identity, InferenceService
+from reprise_operator.resource import Identity, InferenceService, SpecError
 from reprise_operator.settings import Settings
 from reprise_operator.tuning import MemoryState, carried
 
@@ -102,6 +103,12 @@ def plan(
     older service's claim to one of the host names: then there is no route. `tuning` None: nothing is known of memory
     having run out. Raises SpecError where the spec needs a setting that the operator was not given.
     """
+    if needs_free_devices(service) and not settings.read_nodes:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.rollout.maxUnavailable is 0, so a change needs free devices, which this operator may not look for: "
+            "set it to 1, or let the operator read nodes (rbac.readNodes of its chart, all namespaces).",
+        )
     gateway = plan_gateway(service, settings, available=available, taken=taken)
     monitor = service.spec.monitoring.pod_monitor
     monitored = monitor is not None and monitor.enabled

@@ -26,10 +26,13 @@ from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.log_tails import LogTails
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import OWNER_UID_LABEL, child_name, selector_labels
-from reprise_operator.observe import Scraper, current_template_hash, observed_pod
+from reprise_operator.observe import Scraper, current_template_hash, observed_pod, templates
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.out_of_memory import memory_ends
 from reprise_operator.plan import Plan, plan
+from reprise_operator.release import Release
+from reprise_operator.release_state import state_status
+from reprise_operator.releasing import CHECK_POLL_SECONDS, Releaser, awaits_check
 from reprise_operator.replicas import leaving
 from reprise_operator.resource import Runtime
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
@@ -124,14 +127,22 @@ class Reconciler:
         if isinstance(planned, Plan):
             body, planned = await self._tune(key, body, planned, observed)
         conflict: str | None = None
+        release: Release | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
-            observed, conflict = await self._execute(body, planned, observed, memory)
+            releaser = Releaser(cluster=self.cluster, settings=self.settings)
+            release, before = await releaser.decide(body, planned, observed), body
+            if release.rejects:
+                # Before the workload: its pods go, and with them the cause.
+                body = await self._remember(body, release)
+            observed, conflict = await self._execute(body, planned, release, observed, memory)
+            if conflict is None:
+                await releaser.prune(before, planned, release)
         memory.window = memory.window.observe(observed.pods)
 
-        await self._write_status(body, planned, observed, memory)
+        await self._write_status(body, planned, release, observed, memory)
         if conflict is not None:
             raise Retry(conflict)
-        return self._pause(planned, observed)
+        return CHECK_POLL_SECONDS if awaits_check(release) else self._pause(planned, observed)
 
     # The steps ------------------------------------------------------------------------------------------------------
 
@@ -175,9 +186,8 @@ class Reconciler:
             pods=await self.scraper.observe(pods),
             missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
-            template_hash=current_template_hash(
-                _deployment(children, identity), await self.cluster.replica_sets(namespace, labels)
-            ),
+            template_hash=current_template_hash(_deployment(children, identity), replica_sets),
+            templates=templates(_deployment(children, identity), replica_sets),
             apply_errors=dict(memory.refused),
         )
 
@@ -206,17 +216,27 @@ class Reconciler:
             logger.info("%s: memory ran out; utilization goes down to %g", key, state.effective)
         return body, self._plan(key, body, tuning=state)
 
+    async def _remember(self, body: Body, release: Release) -> Body:
+        """Writes what a release is to remember. Returns the service as written."""
+        status = {**(body.get("status") or {}), "rollout": state_status(release.state)}
+        written = await self.cluster.patch_status(body, status)
+        return body if written is None else written
+
     async def _execute(
-        self, body: Body, planned: Plan, observed: Observed, memory: _Memory
+        self, body: Body, planned: Plan, release: Release, observed: Observed, memory: _Memory
     ) -> tuple[Observed, str | None]:
-        """Does what `decide` decides. Returns what is observed after it, and the conflict it met, if any."""
+        """Does what `decide` decides, with the workload of the release. Returns what is observed after it, and the
+        conflict it met, if any."""
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
         faults: dict[str, str] = {}
         # A child that was deleted is known until it was seen gone, since its kind is looked at as long.
         named = {*children, *map(key_of, planned.children)}
         memory.applied = {key: record for key, record in memory.applied.items() if key in named}
-        actions = decide(planned, observed, applied=memory.applied)
+        workload = planned.deployment if release.deployment is None else release.deployment
+        actions = decide(replace(planned, deployment=workload), observed, applied=memory.applied)
+        if release.deployment is None:
+            actions = tuple(action for action in actions if action.key != key_of(workload))
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
         memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
@@ -303,7 +323,9 @@ class Reconciler:
         )
         await self.recorder.record(body, Happening(type="Warning", reason="ReplicasIgnored", action="Scale", note=note))
 
-    async def _write_status(self, body: Body, planned: Plan | SpecError, observed: Observed, memory: _Memory) -> None:
+    async def _write_status(
+        self, body: Body, planned: Plan | SpecError, release: Release | None, observed: Observed, memory: _Memory
+    ) -> None:
         previous = body.get("status") or {}
         wanted = build_status(
             identity_of(body),
@@ -313,6 +335,7 @@ class Reconciler:
             window=memory.window,
             now=observed.at,
             settings=self.settings,
+            release=release,
         )
         if await self.cluster.patch_status(body, wanted) is None:
             return

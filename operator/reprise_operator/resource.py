@@ -153,6 +153,19 @@ class DisruptionSpec(_Model):
     max_unavailable: int | str | None = None
 
 
+PodShare = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[0-9]+%$")]
+"""A number of pods, or a percentage of the replicas."""
+
+
+class RolloutSpec(_Model):
+    """How a change replaces pods. What is None is decided by children/strategy.py."""
+
+    max_surge: PodShare | None = None
+    max_unavailable: PodShare | None = None
+    progress_deadline_seconds: Annotated[int, Field(ge=10)] | None = None
+    """Seconds without progress after which a change is rolled back."""
+
+
 class ServiceSpec(_Model):
     """The Service in front of the pods."""
 
@@ -260,6 +273,7 @@ class Spec(_Model):
     """Pods; with `autoscaling` only the number to start from."""
     autoscaling: AutoscalingSpec | None = None
     disruption: DisruptionSpec | None = None
+    rollout: RolloutSpec = RolloutSpec()
     service: ServiceSpec = ServiceSpec()
     gateway: GatewaySpec | None = None
     auth: AuthSpec = AuthSpec()

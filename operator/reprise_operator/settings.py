@@ -36,5 +36,8 @@ class Settings:
     """Cache figures of one service are written at most this often (conditions are written at once)."""
     prometheus_url: str | None = None
     """Where KEDA asks for the load of services that name no server of their own."""
+    read_nodes: bool = False
+    """Whether nodes, and the pods of all namespaces, may be read to find free devices: then a change of an NPU service
+    may add a pod before it takes one."""
     metrics_port: int = 8080
     health_port: int = 8081

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from reprise_operator.children.profiles import CPU_PROFILE, PROFILES
+from reprise_operator.children.strategy import is_zero
 from reprise_operator.resource import (
     UID,
     ClaimModel,
@@ -53,7 +54,6 @@ NOT_YET = (
     "prefixCaching.hostMemory",
     "prefixCaching.persistence",
     "prefixCaching.warmup",
-    "rollout",
 )
 """Fields of the schema that a later release honours."""
 
@@ -199,6 +199,12 @@ def _check_conflicts(service: InferenceService) -> None:
     check_disruption(spec)
     if spec.gateway is not None:
         _check_gateway(spec.gateway)
+    if is_zero(spec.rollout.max_surge) and is_zero(spec.rollout.max_unavailable):
+        raise SpecError(
+            "InvalidSpec",
+            "spec.rollout.maxSurge and spec.rollout.maxUnavailable are both 0; a change could replace no pod. Raise "
+            "one of them, or leave it out.",
+        )
     if spec.runtime.name is Runtime.VLLM_ASCEND:
         _check_vllm_ascend(service)
     elif spec.chunked_prefill.enabled is False and spec.model.max_model_len is None:

@@ -27,6 +27,8 @@ from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.naming import child_name, selector_string
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
+from reprise_operator.release import Release
+from reprise_operator.release_state import state_status
 from reprise_operator.rollout import ChildKey, find_child
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError
@@ -43,8 +45,11 @@ def build_status(
     window: HitRateWindow,
     now: float,
     settings: Settings,
+    release: Release | None = None,
 ) -> dict[str, Any]:
     """The whole status of one InferenceService.
+
+    `release` says what became of the Plan's pod template, where there is a Plan.
 
     `outcome` is the Plan, or why there is none: then the running pods are left alone and go on being reported.
     `previous` is the status as last written; `window` has taken in `observed.pods`.
@@ -53,13 +58,14 @@ def build_status(
     if deployment is not None and not deployment.owned:
         deployment = None
     figures = counts(deployment)
+    held = None if release is None else release.held
     cache = prefix_cache_figures(observed, previous.get("prefixCache") or {}, window=window, now=now, settings=settings)
     engine = engine_figures(observed, previous.get("engine") or {})
     wanted: bool | None = None
     if isinstance(outcome, SpecError):
         diagnosis = Diagnosis(state=State.STALLED, reason=outcome.reason, message=outcome.message)
     else:
-        diagnosis = diagnose(outcome, observed, now=now)
+        diagnosis = diagnose(outcome, observed, now=now, held=held)
         wanted = outcome.service.prefix_caching
     conditions = [
         *_kstatus(diagnosis),
@@ -71,7 +77,7 @@ def build_status(
     status: dict[str, Any] = {
         "observedGeneration": identity.generation,
         "replicas": figures.replicas,
-        "updatedReplicas": figures.updated if figures.seen else 0,
+        "updatedReplicas": figures.updated if figures.seen and held is None else 0,
         "readyReplicas": figures.ready,
         "availableReplicas": figures.available,
         "selector": selector_string(identity),
@@ -84,6 +90,9 @@ def build_status(
         # What the running pods were started with still holds.
         status |= {key: previous[key] for key in ("url", "model", "memory") if key in previous}
         conditions += _kept(previous, MEMORY_TUNED)
+    rollout = previous.get("rollout") if release is None else state_status(release.state)
+    if rollout:
+        status["rollout"] = rollout
     if cache:
         status["prefixCache"] = cache
     if engine:

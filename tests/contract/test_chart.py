@@ -97,6 +97,11 @@ def test_its_arguments_parse_in_the_operator(
     assert options.settings.workers == (9 if "extraArgs" in values else Settings().workers)
 
 
+def test_nodes_are_read_where_the_values_say_so() -> None:
+    assert parse_options(container()["args"], {}).settings.read_nodes is False
+    assert parse_options(container({"rbac": {"readNodes": True}})["args"], {}).settings.read_nodes is True
+
+
 def test_its_ports_and_probes_are_the_operators() -> None:
     found = container()
     ports = {port["name"]: port["containerPort"] for port in found["ports"]}

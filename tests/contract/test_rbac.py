@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import helm_python
 import pytest
 import yaml
 from aiohttp import web
@@ -24,6 +25,7 @@ from reprise_operator.kinds import (
     ALL_CHILD_TYPES,
     CLUSTER_PERMISSIONS,
     LEASE_PERMISSIONS,
+    NODE_PERMISSIONS,
     OPTIONAL_TYPES,
     PERMISSIONS,
     WATCH_PERMISSIONS,
@@ -84,6 +86,14 @@ def test_all_namespaces() -> None:
         ("ClusterRole", None): union(SERVED, CLUSTER_PERMISSIONS),
         ("Role", NAMESPACE): dict(LEASE_PERMISSIONS),
     }
+
+
+def test_nodes_are_listed_only_where_it_is_asked_for() -> None:
+    assert bound_roles(render({"rbac": {"readNodes": True}}))["ClusterRole", None] == union(
+        SERVED, CLUSTER_PERMISSIONS, NODE_PERMISSIONS
+    )
+    with pytest.raises(helm_python.HelmError, match=r"rbac\.readNodes needs all namespaces"):
+        render({"rbac": {"readNodes": True}, "watchNamespace": "models"})
 
 
 def test_one_namespace_needs_nothing_of_the_cluster() -> None:
@@ -162,6 +172,11 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             await cluster.replica_sets("n", {})
             await cluster.missing_secrets("n", ["x"])
             await cluster.missing_claims("n", ["x"])
+            await cluster.pod_log("n", "x", "c", previous=True)
+            await cluster.job("n", "x")
+            await cluster.create_job(manifest)
+            await cluster.delete_job("n", "x")
+            await cluster.nodes_and_pods()
             await cluster.create_event("n", {})
             await cluster.patch_event("n", "x", {})
             service = {"metadata": {"name": "x", "namespace": "n", "resourceVersion": "1"}}
@@ -174,7 +189,7 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
     asked[GROUP, PLURAL] -= {"patch"}
     for kind in ALL_CHILD_TYPES:
         asked[kind.group, kind.plural].add("create")  # an apply that creates is authorized as both
-    assert union(asked) == union(PERMISSIONS)
+    assert union(asked) == union(PERMISSIONS, NODE_PERMISSIONS)
 
 
 def test_endpoint_pickers_get_their_rights_from_the_chart_and_may_only_read() -> None:

@@ -11,6 +11,7 @@ from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan, plan
+from reprise_operator.release import Release
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
 from reprise_operator.status import build_status
@@ -49,8 +50,10 @@ def planned(
     name: str = "qwen",
     generation: int = 1,
     available: frozenset[ResourceType] = frozenset(OPTIONAL_TYPES),
+    read_nodes: bool = False,
 ) -> Plan:
-    return plan(parse(body(spec, name=name, generation=generation)), SETTINGS, available=available)
+    settings = replace(SETTINGS, read_nodes=read_nodes)
+    return plan(parse(body(spec, name=name, generation=generation)), settings, available=available)
 
 
 def container(of: Plan) -> dict[str, Any]:
@@ -158,8 +161,11 @@ def status_of(
     *,
     hits: HitRateWindow | None = None,
     now: float = NOW,
+    release: Release | None = None,
 ) -> dict[str, Any]:
-    return build_status(of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS)
+    return build_status(
+        of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS, release=release
+    )
 
 
 def conditions(status: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

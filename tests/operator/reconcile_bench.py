@@ -163,7 +163,12 @@ class Bench:
                 {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
             ],
         )
-        eventually(lambda: self.child("deployment")["status"].get("availableReplicas"), "the Deployment is available")
+
+        def available() -> bool:
+            deployment = self.child("deployment")
+            return bool(deployment["status"].get("availableReplicas", 0) == deployment["spec"]["replicas"])
+
+        eventually(available, "the Deployment is available")
         await self.settle()
         assert self.condition("Ready")[0] == "True"
 

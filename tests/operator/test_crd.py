@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from reprise_operator.children.profiles import PROFILES
 from reprise_operator.kinds import DISRUPTION_BUDGETS, HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES
 from reprise_operator.plan import plan as make_plan
+from reprise_operator.release_state import LastGood, Rejected, started, state_status
 from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
@@ -228,6 +230,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("one volume, two pods", {"replicas": 2, "prefixCaching": {"persistence": {"claimName": "a"}}}, "one volume"),
     ("warm-up", {"prefixCaching": {"warmup": {}}}, "give either prompts or configMapKeyRef"),
     ("disruption", {"disruption": {"minAvailable": 1, "maxUnavailable": "10%"}}, "give either minAvailable"),
+    ("a change of nothing", {"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}, "must not both be 0"),
+    ("no pods", {"rollout": {"maxSurge": -1}}, "must be a number that is not negative"),
+    ("no share", {"rollout": {"maxUnavailable": "half"}}, "or a percentage such as 25%"),
+    ("no time", {"rollout": {"progressDeadlineSeconds": 5}}, "greater than or equal to 10"),
     ("bounds", {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not be above maxReplicas"),
     ("to zero", {"autoscaling": {"minReplicas": 0, "maxReplicas": 2}}, "minReplicas 0 needs provider: keda"),
     (
@@ -313,6 +319,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"gateway": {"endpointPicker": {"managed": True, "resources": {"requests": {"cpu": 2}}}}},
     {"monitoring": {"podMonitor": {"enabled": True, "interval": "1m30s", "labels": {"release": "x"}}}},
     {"replicas": 0},
+    {"rollout": {"maxSurge": 0, "maxUnavailable": "25%", "progressDeadlineSeconds": 600}},
+    {"rollout": {"maxSurge": "50%"}},
     {"replicas": 3, "autoscaling": {"minReplicas": 2, "maxReplicas": 4}},
     {"replicas": 0, "autoscaling": {"minReplicas": 0, "maxReplicas": 4, "provider": "keda"}},
     {"disruption": {"minAvailable": "100%"}},
@@ -401,6 +409,11 @@ def test_the_operators_status_is_kept_whole(server: httpx.Client) -> None:
     served = pod(metrics=metrics(queries=2000, hits=1500))
     status = status_of(plan, observed(plan, served), hits=hits.observe([served]))
     assert {"prefixCache", "memory", "engine", "conditions"} <= set(status)
+    good = LastGood(template_hash="0" * 16, pod_template_hash="5d9c6d5fd8")
+    rejected = Rejected(template_hash="1" * 16, reason="RolledBack", message="why", pod_template_hash="5d9c6d5fd8")
+    state = started("0" * 16, NOW, last_good=good)
+    state = replace(state, rejected=rejected, check_job="qwen-check-1", check_waits="an image")
+    status["rollout"] = state_status(state)
     url = f"{URL}/case-status"
     patch = {"Content-Type": "application/merge-patch+json"}
     assert server.post(URL, json=manifest({}, "case-status")).status_code == 201

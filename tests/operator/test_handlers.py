@@ -107,6 +107,16 @@ def test_a_pod_finds_its_service_also_where_the_names_differ() -> None:
     assert woken.keys == []
 
 
+def test_the_pod_of_a_check_wakes_the_service_that_it_is_for() -> None:
+    woken = Woken()
+    woken.waker.service_event(service(), deleted=False)
+    woken.keys.clear()
+    checking = pod("qwen")
+    checking["metadata"]["labels"] = {"serving.reprise.io/check-of": "qwen"}
+    woken.waker.pod_event(checking)
+    assert [key.name for key, _ in woken.keys] == ["qwen"]
+
+
 def test_a_deleted_service_is_woken_once_more_and_then_unknown() -> None:
     woken = Woken()
     woken.waker.service_event(service(), deleted=False)

@@ -44,6 +44,9 @@ def test_flags_and_environment() -> None:
     assert parse_options(["run", "-A"], {}).settings.namespace is None
     assert parse_options(["run", "-A"], {}).settings.prometheus_url is None
     assert parse_options(["run", "-A", "--prometheus-url=http://p:9090"], {}).settings.prometheus_url == "http://p:9090"
+    assert parse_options(["run", "-A"], {}).settings.read_nodes is False
+    assert parse_options(["run", "-A", "--read-nodes"], {}).settings.read_nodes is True
+    assert parse_options(["run", "-A"], {"REPRISE_OPERATOR_READ_NODES": "true"}).settings.read_nodes is True
     assert parse_options(["run", "-n", "x"], {}).settings.namespace == "x"
     assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
 
@@ -54,6 +57,7 @@ def test_flags_and_environment() -> None:
         ([], {}, "required: command"),
         (["run"], {}, "either --namespace NAME or --all-namespaces"),
         (["run", "-A", "-n", "x"], {}, "either --namespace NAME or --all-namespaces"),
+        (["run", "-n", "x", "--read-nodes"], {}, "--read-nodes needs --all-namespaces"),
         (["run", "-A", "--workers", "0"], {}, "--workers is 0; it must be above 0"),
         (
             ["run", "-A", "--hit-rate-window-seconds", "50"],

@@ -110,8 +110,8 @@ def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
         *("replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"),
         *("gateway", "monitoring.podMonitor", "autoscaling", "disruption"),
     }
-    elsewhere = {"replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"}
     elsewhere |= {"memory.autoTune", "memory.floor"}  # of the way down, not of where it starts
+    elsewhere |= {"rollout.maxSurge", "rollout.maxUnavailable", "rollout.progressDeadlineSeconds"}
     fields: set[str] = set()
     for name, info in Spec.model_fields.items():
         nested = info.annotation

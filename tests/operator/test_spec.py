@@ -19,7 +19,6 @@ VALUES: dict[str, Any] = {
     "prefixCaching.hostMemory": "64Gi",
     "prefixCaching.persistence": {"size": "100Gi"},
     "prefixCaching.warmup": {"prompts": ["You are"]},
-    "rollout": {"maxSurge": 0},
 }
 
 
@@ -100,8 +99,8 @@ def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
 
 def test_all_fields_of_a_later_release_are_named_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "rollout": {"maxSurge": 0}}))
-    for path in ("spec.model.uri (hf://)", "spec.rollout"):
+        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "prefixCaching": {"hostMemory": "1Gi"}}))
+    for path in ("spec.model.uri (hf://)", "spec.prefixCaching.hostMemory"):
         assert path in caught.value.message
 
 

@@ -4,9 +4,9 @@
 until its stdin closes. Level-triggered: whenever anything has changed it lists everything and corrects what is wrong.
 
 Like the real controllers: pod-template-hash and revisions, rolling updates within maxSurge and maxUnavailable,
-Recreate, pause, history limit, progress deadline, the status fields and conditions; background, foreground and
-orphaning deletion by owner references. Unlike them: no proportional scaling in mid-rollout, no events, no other kinds
-of workload.
+Recreate, pause, history limit, progress deadline, the status fields and conditions; Jobs of one pod without retries;
+background, foreground and orphaning deletion by owner references. Unlike them: no proportional scaling in mid-rollout,
+no events, no other kinds of workload.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 import httpx
 import yaml
 
+from .emulated_jobs import job_pod, job_status
 from .emulated_rollout import (
     HASH,
     REVISION,
@@ -66,6 +67,7 @@ class Kind:
 DEPLOYMENTS = Kind("/apis/apps/v1", "deployments", "Deployment")
 REPLICA_SETS = Kind("/apis/apps/v1", "replicasets", "ReplicaSet")
 PODS = Kind("/api/v1", "pods", "Pod")
+JOBS = Kind("/apis/batch/v1", "jobs", "Job")
 
 
 @dataclass
@@ -115,13 +117,16 @@ class Controllers:
 
     def step(self) -> bool:
         """One pass; returns whether something is unfinished that only time will move."""
-        world = World({kind: self._list(kind) for kind in (DEPLOYMENTS, REPLICA_SETS, PODS)})
+        world = World({kind: self._list(kind) for kind in (DEPLOYMENTS, REPLICA_SETS, PODS, JOBS)})
         for each in world.objects[DEPLOYMENTS]:
             if not each["metadata"].get("deletionTimestamp"):
                 self._deployment(world, each)
         for each in world.objects[REPLICA_SETS]:
             if not each["metadata"].get("deletionTimestamp"):
                 self._replica_set(world, each)
+        for each in world.objects[JOBS]:
+            if not each["metadata"].get("deletionTimestamp"):
+                self._job(world, each)
         if time.monotonic() - self._collected < COLLECT_SECONDS:
             return True
         self._collect(World({kind: self._list(kind) for kind in self._kinds()}))
@@ -129,7 +134,7 @@ class Controllers:
         return any(
             each.get("status", {}).get("unavailableReplicas") or "status" not in each
             for each in world.objects[DEPLOYMENTS]
-        )
+        ) or any(each.get("status", {}).get("active") for each in world.objects[JOBS])
 
     def _kinds(self) -> list[Kind]:
         """All that can be listed and deleted; asked for anew every few seconds, since definitions come and go."""
@@ -207,6 +212,21 @@ class Controllers:
         if any(old.get(key, 0) != value for key, value in status.items()):
             changed = self._patch(REPLICA_SETS, rs, {"status": status}, "/status")
             rs |= changed or {}
+
+    def _job(self, world: World, job: Json) -> None:
+        """Of one pod, without retries; ends and deadlines."""
+        pods = world.owned(PODS, job)
+        status = job_status(job, pods, world.now)
+        if status is None:
+            path = f"/api/v1/namespaces/{job['metadata']['namespace']}/pods"
+            self._send("POST", path, job_pod(job, _owner(JOBS, job)))
+            return
+        if status != {key: value for key, value in job.get("status", {}).items() if value is not None}:
+            job |= self._patch(JOBS, job, {"status": {"active": None, **status}}, "/status") or {}
+        if any(condition["type"] == "Failed" for condition in status.get("conditions", ())):
+            for each in pods:  # those that run on, past a deadline
+                if each.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+                    self._delete(PODS, each)
 
     def _deployment(self, world: World, deployment: Json) -> None:
         every = [

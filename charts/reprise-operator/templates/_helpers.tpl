@@ -63,6 +63,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   resources: [pods/log]
   verbs: [get]
 - apiGroups: [""]
+  resources: [pods/log]
+  verbs: [get]
+# A change is checked by a Job before the last serving pod is taken for it.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, create, delete]
+- apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get]
 {{- if .Values.rbac.checkSecrets }}

@@ -248,6 +248,9 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
     add_serve_arguments(serve, positional_model=True)
+    check = commands.add_parser("check", help="whether serve would start: its flags and the model's files, no weights")
+    check.add_argument("--arguments-only", action="store_true", help="leave the model's files alone")
+    add_serve_arguments(check, positional_model=True)
     add_bench_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
     add_eval_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
     return parser

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from reprise_operator.children.accelerator import profile_of
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.pod import STARTUP_SECONDS, build_pod_template
+from reprise_operator.children.strategy import default_strategy
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
 from reprise_operator.resource import InferenceService
 from reprise_operator.settings import Settings
@@ -20,6 +20,7 @@ def build_deployment(
 ) -> dict[str, Any]:
     """The Deployment's manifest; `replicas` None leaves their number out, for somebody else to decide."""
     identity = service.identity
+    strategy = default_strategy(service, replicas)
     return stamped(
         {
             "apiVersion": "apps/v1",
@@ -33,8 +34,8 @@ def build_deployment(
             "spec": {
                 **({} if replicas is None else {"replicas": replicas}),
                 "selector": {"matchLabels": selector_labels(identity)},
-                "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(service)},
-                "progressDeadlineSeconds": PROGRESS_DEADLINE_SECONDS,
+                "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy.manifest()},
+                "progressDeadlineSeconds": progress_deadline(service),
                 "revisionHistoryLimit": 3,
                 "template": build_pod_template(service, settings, memory),
             },
@@ -42,8 +43,6 @@ def build_deployment(
     )
 
 
-def _rolling_update(service: InferenceService) -> dict[str, int]:
-    """NPUs are scarce: a surge pod would often wait for a device for ever. A CPU has room for one more."""
-    if profile_of(service).is_npu:
-        return {"maxSurge": 0, "maxUnavailable": 1}
-    return {"maxSurge": 1, "maxUnavailable": 0}
+def progress_deadline(service: InferenceService) -> int:
+    """Seconds without progress after which a change has failed."""
+    return service.spec.rollout.progress_deadline_seconds or PROGRESS_DEADLINE_SECONDS
