@@ -109,7 +109,8 @@ def _affine(spec: Body, node: Body) -> bool:
 
 
 def _matches(rule: Body, labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(rule["key"]), rule.get("values") or ()
+    value = labels.get(rule["key"])
+    values: Sequence[str] = rule.get("values") or ()
     match rule["operator"]:
         case "In":
             return value in values

@@ -111,7 +111,7 @@ def test_one_pod_and_a_change_that_only_its_start_can_tell(site: Site) -> None:
     with site.deployed("started", SCARCE | {"model": {"maxModelLen": 256}}) as service:
         service.wait_ready()
         good = service.args()
-        service.patch({"runtime": {"extraArgs": BAD_START}, "rollout": {"progressDeadlineSeconds": 15}})
+        service.patch({"runtime": {"extraArgs": BAD_START}, "rollout": {"progressDeadlineSeconds": 60}})
         message = eventually(condition(service, "RolledBack"), "it is taken back", within=240)
         assert "InsufficientMemory" in message
         available = eventually(
@@ -130,7 +130,7 @@ def test_two_pods_and_a_bad_flag(site: Site) -> None:
         before, good = service.pod_uids(), service.args()
         with site.reach("double") as url:
             watched = serving(service, url)
-            service.patch({"runtime": {"extraArgs": BAD_FLAG}, "rollout": {"progressDeadlineSeconds": 15}})
+            service.patch({"runtime": {"extraArgs": BAD_FLAG}, "rollout": {"progressDeadlineSeconds": 60}})
             message = watched.while_waiting_for(condition(service, "RolledBack"), "it is taken back")
             assert "--no-such-flag" in message
             watched.while_waiting_for(

@@ -37,7 +37,7 @@ from tests.operator.factories import (
 from tests.operator.failures import failure
 
 NPU: Mapping[str, Any] = {}
-CPU: Mapping[str, Any] = {"accelerator": {"profile": "cpu"}}
+CPU: dict[str, Any] = {"accelerator": {"profile": "cpu"}}
 CHANGE: Mapping[str, Any] = {"runtime": {"extraArgs": ["--max-num-seqs=3"]}}
 NOTHING = Evidence()
 PASSED = Evidence(check=Check(state=CheckState.PASSED))
