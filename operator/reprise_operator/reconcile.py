@@ -180,6 +180,7 @@ class Reconciler:
         memory.pods = uids
         if wanted is not None and wanted.service.spec.runtime.name is Runtime.VLLM_ASCEND:
             pods = list(await self._logs.observe(namespace, pods, read=self.cluster.log_tail))
+        replica_sets = await self.cluster.replica_sets(namespace, labels)
         return Observed(
             at=self.clock(),
             children=children,

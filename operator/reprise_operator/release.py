@@ -22,6 +22,7 @@ from reprise_operator.children.pod import CONTAINER
 from reprise_operator.children.strategy import (
     Strategy,
     default_strategy,
+    fewest_replicas,
     is_zero,
     may_surge,
     needs_free_devices,
@@ -33,6 +34,7 @@ from reprise_operator.naming import PLAN_HASH_ANNOTATION, digest
 from reprise_operator.observed import Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan
 from reprise_operator.release_state import LastGood, Rejected, ReleaseState, started
+from reprise_operator.replicas import wanted_replicas
 from reprise_operator.rollout import find_child, key_of
 
 MAX_REMEMBERED = 1000
@@ -166,8 +168,9 @@ def _begin(plan: Plan, observed: Observed, state: ReleaseState, evidence: Eviden
     """The template is new to the workload: whether it may be given now."""
     strategy = _default(plan)
     if _fits(evidence):
-        broken = max(0, plan.replicas - len(_serving(observed)))
-        strategy = surge_strategy(plan.service, plan.replicas, free=evidence.free_pods or 0, broken=broken) or strategy
+        wanted = wanted_replicas(plan, _workload(plan, observed))
+        broken = max(0, wanted - len(_serving(observed)))
+        strategy = surge_strategy(plan.service, wanted, free=evidence.free_pods or 0, broken=broken) or strategy
     elif needs_free_devices(plan.service) and plan.replicas > 0 and _serving(observed):
         held = Diagnosis(
             state=State.PROGRESSING,
@@ -307,7 +310,9 @@ def _serving(observed: Observed) -> tuple[ObservedPod, ...]:
 
 def _takes_the_last(plan: Plan, observed: Observed, strategy: Strategy) -> bool:
     """Whether the Deployment controller may end the last pod that serves before another one does."""
-    return plan.replicas > 0 and bool(_serving(observed)) and strategy.least_available(plan.replicas) == 0
+    return (
+        plan.replicas > 0 and bool(_serving(observed)) and strategy.least_available(fewest_replicas(plan.service)) == 0
+    )
 
 
 def _fits(evidence: Evidence) -> bool:
@@ -336,7 +341,7 @@ def _begun(plan: Plan, state: ReleaseState, now: float) -> ReleaseState:
 
 
 def _default(plan: Plan) -> Strategy:
-    return default_strategy(plan.service, plan.replicas)
+    return default_strategy(plan.service)
 
 
 def _with_strategy(plan: Plan, strategy: Strategy | None) -> Manifest:

@@ -12,6 +12,8 @@ from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 
 CRDS = Path(__file__).parent / "data" / "crds"
+FOREIGN = tuple(kind for kind in OPTIONAL_TYPES if (CRDS / f"{kind.plural}.yaml").exists())
+"""Those that are not Kubernetes' own."""
 
 
 def _name(kind: ResourceType) -> str:
@@ -49,9 +51,9 @@ def remove(kubectl: Kubectl, *kinds: ResourceType) -> None:
 @contextmanager
 def none_left(kubectl: Kubectl) -> Iterator[None]:
     """None of the kinds before, and none after: the API server is everybody's."""
-    remove(kubectl, *OPTIONAL_TYPES)
+    remove(kubectl, *FOREIGN)
     try:
         yield
     finally:
         with contextlib.suppress(KubectlFailed):
-            remove(kubectl, *OPTIONAL_TYPES)
+            remove(kubectl, *FOREIGN)

@@ -197,7 +197,7 @@ def test_a_check_that_finds_no_node_says_so() -> None:
 )
 def test_the_strategy_where_no_free_device_is_seen(spec: dict[str, Any], strategy: Strategy, least: int) -> None:
     of = planned(spec)
-    assert default_strategy(of.service, of.replicas) == strategy
+    assert default_strategy(of.service) == strategy
     assert strategy.least_available(of.replicas) == least
     assert of.deployment["spec"]["strategy"]["rollingUpdate"] == strategy.manifest()
 

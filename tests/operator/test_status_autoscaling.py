@@ -48,7 +48,9 @@ def scaled(plan: Plan, wanted: int, *conditions: tuple[str, str, str], **figures
         is_autoscaler = manifest["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
         return child(manifest, conditions=said) if is_autoscaler else child(manifest)
 
-    return Observed(at=NOW, children=tuple(made(manifest) for manifest in plan.children), template_hash=CURRENT)
+    pods = tuple(pod(f"qwen-{number}") for number in range(counted["available"]))
+    children = tuple(made(manifest) for manifest in plan.children)
+    return Observed(at=NOW, children=children, pods=pods, template_hash=CURRENT)
 
 
 ACTIVE = ("ScalingActive", "True", "ValidMetricFound")

@@ -20,7 +20,7 @@ def build_deployment(
 ) -> dict[str, Any]:
     """The Deployment's manifest; `replicas` None leaves their number out, for somebody else to decide."""
     identity = service.identity
-    strategy = default_strategy(service, replicas)
+    strategy = default_strategy(service)
     return stamped(
         {
             "apiVersion": "apps/v1",

@@ -34,9 +34,15 @@ class Strategy:
         return max(0, replicas - unavailable)
 
 
-def default_strategy(service: InferenceService, replicas: int) -> Strategy:
+def fewest_replicas(service: InferenceService) -> int:
+    """Pods there are at least while the service runs: an autoscaler may take it down to its lower bound at any time."""
+    scaling = service.spec.autoscaling
+    return service.spec.replicas if scaling is None else max(1, scaling.min_replicas)
+
+
+def default_strategy(service: InferenceService) -> Strategy:
     """What is done where no free devices are seen."""
-    asked = service.spec.rollout
+    asked, replicas = service.spec.rollout, fewest_replicas(service)
     if profile_of(service).is_npu:
         if is_zero(asked.max_unavailable):
             return Strategy(surge=_limit(service), unavailable=0)
