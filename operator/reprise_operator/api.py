@@ -125,8 +125,14 @@ class Api:
             raise
 
     async def list(
-        self, resource: ResourceType, namespace: str | None, selector: Mapping[str, str] | None = None
+        self,
+        resource: ResourceType,
+        namespace: str | None,
+        selector: Mapping[str, str] | None = None,
+        *,
+        fields: Mapping[str, str] | None = None,
     ) -> tuple[Body, ...]:
+        field_selector = ",".join(f"{path}={value}" for path, value in sorted((fields or {}).items())) or None
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
         items: list[Body] = []
         continuation: str | None = None
@@ -137,6 +143,7 @@ class Api:
                     resource,
                     namespace,
                     label_selector=label_selector,
+                    field_selector=field_selector,
                     limit=PAGE_SIZE,
                     _continue=continuation,
                 )

@@ -15,6 +15,7 @@ RECONCILING = "Reconciling"
 STALLED = "Stalled"
 PREFIX_CACHE_EFFECTIVE = "PrefixCacheEffective"
 MEMORY_TUNED = "MemoryTuned"
+REFERENCES_RESOLVED = "ReferencesResolved"
 
 MAX_MESSAGE = 1024
 """Characters; the schema allows 32,768, but a condition is read in a terminal."""

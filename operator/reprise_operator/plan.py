@@ -10,6 +10,7 @@ from reprise_operator.children.deployment import build_deployment
 from reprise_operator.children.memory import MemoryPlan, plan_memory
 from reprise_operator.children.service import build_service, service_url
 from reprise_operator.naming import selector_string
+from reprise_operator.references import Reference, references_of
 from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import Settings
 
@@ -49,6 +50,11 @@ class Plan:
         if spec.auth.api_key_secret_ref is not None:
             names.append(spec.auth.api_key_secret_ref.name)
         return tuple(dict.fromkeys(names))
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """Secrets and ConfigMaps whose content the pods take in: rotation.py reads them, and a change rolls the pods."""
+        return references_of(self.service)
 
     @property
     def claim_names(self) -> tuple[str, ...]:

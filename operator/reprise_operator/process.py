@@ -30,6 +30,7 @@ from reprise_operator.metrics import OperatorMetrics, serve_metrics, serve_probe
 from reprise_operator.observe import Scraper
 from reprise_operator.options import Options
 from reprise_operator.reconcile import Reconciler
+from reprise_operator.rotation import ReferenceKey, ReferenceReader
 from reprise_operator.settings import GROUP, PLURAL
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import WorkQueue
@@ -67,6 +68,7 @@ class Operator:
             settings=settings,
             metrics=metrics,
             health=self.health,
+            references=ReferenceReader(ReferenceKey(options.reference_key) if options.reference_key else None),
         )
         self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers)
         self.waker = Waker(lambda key, after: self.queue.add(key, after=after), health=self.health, metrics=metrics)

@@ -19,11 +19,14 @@ from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.events import Happening, Recorder, transitions
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.mounts import MountReader
 from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan, plan
+from reprise_operator.references import ObjectRef, followed, rotated
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
+from reprise_operator.rotation import ReferenceReader
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, identity_of, parse
 from reprise_operator.status import build_status
@@ -57,6 +60,8 @@ class Reconciler:
     health: WatchHealth
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
+    references: ReferenceReader = field(default_factory=ReferenceReader)
+    mounts: MountReader = field(default_factory=MountReader)
 
     def __post_init__(self) -> None:
         self._memories: dict[Key, _Memory] = {}
@@ -93,6 +98,8 @@ class Reconciler:
 
         planned = self._plan(body)
         observed = await self._observe(identity, planned, memory)
+        if isinstance(planned, Plan):
+            planned = followed(planned, observed)
         conflict: str | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
             observed, conflict = await self._execute(body, planned, observed, memory)
@@ -120,15 +127,24 @@ class Reconciler:
             selector={OWNER_UID_LABEL: identity.uid},
             planned=[(key.kind, key.name) for key in map(key_of, wanted.children if wanted else ())],
         )
-        pods = [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
+        pods = await self.mounts.look(
+            self.cluster, namespace, [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
+        )
         uids = frozenset(pod.uid for pod in pods)
+        references = await self.references.read(self.cluster, namespace, wanted.references if wanted else ())
+        # Of an object that is read whether it is there is known by that.
+        secrets = (
+            [name for name in wanted.secret_names if ObjectRef("Secret", name) not in references] if wanted else []
+        )
         self.scraper.forget(memory.pods - uids)
+        self.mounts.forget(memory.pods - uids)
         memory.pods = uids
         return Observed(
             at=self.clock(),
             children=children,
             pods=await self.scraper.observe(pods),
-            missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
+            missing_secrets=await self.cluster.missing_secrets(namespace, secrets),
+            references=references,
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
             template_hash=current_template_hash(
                 _deployment(children), await self.cluster.replica_sets(namespace, labels)
@@ -203,7 +219,9 @@ class Reconciler:
             note = f"{action.key} was changed by somebody else in a field that this operator sets; it was set back"
             happening = Happening(type="Warning", reason="DriftRepaired", action="Apply", note=note)
         else:
-            happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}")
+            changed = rotated(present.body, action.manifest) if present is not None else ()
+            why = f": {', '.join(changed)} changed" if changed else ""
+            happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}{why}")
         await self.recorder.record(body, happening)
 
     async def _delete(self, body: Body, action: Delete) -> None:
@@ -261,6 +279,7 @@ class Reconciler:
         memory = self._memories.pop(key, None)
         if memory is not None:
             self.scraper.forget(memory.pods)
+            self.mounts.forget(memory.pods)
         self.metrics.services.set(len(self._memories))
 
 

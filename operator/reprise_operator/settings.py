@@ -21,6 +21,9 @@ class Settings:
     namespace: str | None = None
     reprise_image: str = "ghcr.io/reprise/reprise-engine:0.1.0"
     vllm_ascend_image: str = "quay.io/ascend/vllm-ascend:v0.23.0"
+    fetch_image: str | None = None
+    """Of the init container that fetches a model. None: the engine's own image, which the node needs anyway, where that
+    is ours, else `reprise_image`."""
     workers: int = 4
     resync_seconds: float = 300.0
     scrape_seconds: float = 30.0

@@ -14,6 +14,7 @@ from reprise_operator.conditions import (
     MEMORY_TUNED,
     READY,
     RECONCILING,
+    REFERENCES_RESOLVED,
     STALLED,
     Condition,
     merge,
@@ -24,6 +25,7 @@ from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.naming import child_name, selector_string
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
+from reprise_operator.references import unresolved
 from reprise_operator.rollout import ChildKey, find_child
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError
@@ -71,6 +73,8 @@ def build_status(
     if isinstance(outcome, Plan):
         status |= {"url": outcome.url, "model": outcome.service.served_name, "memory": _memory(outcome, diagnosis)}
         conditions.append(_memory_tuned(outcome))
+        if outcome.references:
+            conditions.append(_references_resolved(outcome, observed))
     else:
         # What the running pods were started with still holds.
         status |= {key: previous[key] for key in ("url", "model", "memory") if key in previous}
@@ -100,6 +104,23 @@ def _available(available: int) -> Condition:
     if available > 0:
         return Condition(type=AVAILABLE, status="True", reason="Serving", message="At least one pod serves requests.")
     return Condition(type=AVAILABLE, status="False", reason="NoReadyPod", message="No pod serves requests.")
+
+
+def _references_resolved(plan: Plan, observed: Observed) -> Condition:
+    """Informational: pods that run have what they read at their start, and go on without it."""
+    missing = unresolved(plan, observed)
+    if missing:
+        told = " ".join(item.message(plan.identity.namespace) for item in missing)
+        message = f"{told} Running pods are left alone; none can be started until it is there."
+        return Condition(type=REFERENCES_RESOLVED, status="False", reason=missing[0].reason, message=message)
+    unseen = [str(item.object) for item in plan.references if item.object not in observed.references]
+    if unseen:
+        message = f"The operator may not read {', '.join(unseen)}: a change of it does not roll the pods."
+        return Condition(type=REFERENCES_RESOLVED, status="Unknown", reason="NotReadable", message=message)
+    names = ", ".join(str(item.object) for item in plan.references)
+    return Condition(
+        type=REFERENCES_RESOLVED, status="True", reason="Resolved", message=f"A change of {names} rolls the pods."
+    )
 
 
 def _memory(plan: Plan, diagnosis: Diagnosis) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from reprise_operator.cluster import Cluster, Key
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
 from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.mounts import MountReader
 from reprise_operator.observe import Scraper
 from reprise_operator.reconcile import Reconciler
+from reprise_operator.rotation import ReferenceKey, ReferenceReader
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -177,6 +179,8 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
             metrics=metrics,
             health=WatchHealth(),
             clock=clock,
+            mounts=MountReader(clock=clock),
+            references=ReferenceReader(ReferenceKey(b"the key of this bench"), clock=clock),
         )
         yield Bench(
             kubectl=kubectl, reconciler=reconciler, engine=engine, clock=clock, settings=settings, requests=requests

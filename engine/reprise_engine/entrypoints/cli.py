@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from reprise_engine.entrypoints import bench, evaluate
+from reprise_engine.entrypoints import bench, evaluate, fetch
 from reprise_engine.entrypoints.arguments import ArgumentParser, build_parser, server_options
 from reprise_engine.errors import ConfigError
 from reprise_engine.server import lifecycle, logs
@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench.main(parsed)
     if parsed.command == "eval":
         return evaluate.main(parsed)
+    if parsed.command == "fetch":
+        return fetch.main(parsed)
     return serve(parser, parsed)
 
 
