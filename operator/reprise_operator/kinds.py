@@ -63,7 +63,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
         ("", "pods"): {"list"},
-        # By name only, those that a service refers to: whether they exist (imagePullSecrets, by a request for metadata),
+        # By name only, those that a service refers to: whether they exist (imagePullSecrets, by a request for metadata)
         # and whether what the pods read of them has changed.
         ("", "secrets"): {"get"},
         ("", "configmaps"): {"get"},

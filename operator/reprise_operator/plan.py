@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """Secrets and ConfigMaps whose content the pods take in: rotation.py reads them, and a change rolls the pods."""
+        """Secrets and ConfigMaps whose content the pods take in: rotation.py reads them, a change rolls the pods."""
         return references_of(self.service)
 
     @property

@@ -3,9 +3,9 @@
 A container reads its environment once. So the pod template carries, in an annotation, what was seen of each referenced
 object; when that changes the template does, and the pods roll. What is written there is decided so:
 
-- A keyed hash (HMAC-SHA256) of the keys that are used. Whoever may read pods may read it, so a plain hash would let them
-  try out guesses at a password; and the object's uid or any other public value is no key. The operator's key comes from a
-  Secret of its own namespace (--reference-key-file), so the same content gives the same hash after a restart.
+- A keyed hash (HMAC-SHA256) of the keys that are used. Whoever may read pods may read it, so a plain hash would let
+  them try out guesses at a password; and the object's uid or any other public value is no key. The operator's key comes
+  from a Secret of its own namespace (--reference-key-file), so the same content gives the same hash after a restart.
 - Not the object's resourceVersion: a label, or a tool that touches the object, changes it and would roll for nothing.
 - With each hash goes the key's name (a few bits of an HMAC of nothing). A hash that was made with another key cannot be
   compared: it stands until this process sees the content change. So a lost or replaced key, or none at all (then each

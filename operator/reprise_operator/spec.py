@@ -156,8 +156,8 @@ def _source(model: ModelSpec) -> ModelSource:
     if given:
         raise SpecError(
             "InvalidSpec",
-            f"{', '.join(given)} is of models that are fetched (hf, modelscope, s3), but spec.model.uri is {model.uri!r}, "
-            "which is there already: remove it.",
+            f"{', '.join(given)} is of models that are fetched (hf, modelscope, s3), but spec.model.uri is "
+            f"{model.uri!r}, which is there already: remove it.",
         )
     return source
 
@@ -168,7 +168,7 @@ def _fetched(model: ModelSpec, source: FetchedModel) -> FetchedModel:
     if cache.claim_name is not None and cache.size_limit is not None:
         raise SpecError(
             "InvalidSpec",
-            "spec.model.cache.sizeLimit is of the volume that a pod has without spec.model.cache.claimName: remove one.",
+            "spec.model.cache.sizeLimit is of the volume that a pod has without spec.model.cache.claimName: drop one.",
         )
     if model.revision is None:
         return source
@@ -180,7 +180,7 @@ def _fetched(model: ModelSpec, source: FetchedModel) -> FetchedModel:
     if source.revision is not None:
         raise SpecError(
             "InvalidSpec",
-            f"spec.model.revision is {model.revision!r}, and spec.model.uri names @{source.revision}: give one of them.",
+            f"spec.model.revision is {model.revision!r}, and spec.model.uri names @{source.revision}: give one.",
         )
     return replace(source, revision=model.revision)
 

@@ -52,10 +52,14 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
     return process.returncode, output.decode()
 
 
+def part_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / PRIVATE / "parts").glob("*"))
+
+
 async def half_of_it(folder: Path) -> int:
     """Waits until the half that the hub sends before its gate is on the volume; bytes."""
     async with asyncio.timeout(60):
-        while (size := sum(path.stat().st_size for path in (folder / PRIVATE / "parts").glob("*"))) < len(WEIGHTS) // 2:
+        while (size := part_bytes(folder)) < len(WEIGHTS) // 2:  # noqa: ASYNC110 - nothing tells of a file that grows
             await asyncio.sleep(0.02)
     return size
 

@@ -128,7 +128,7 @@ def test_a_revision_may_stand_in_a_field_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"uri": "hf://a/b@v1", "revision": "v1"}, "spec.model.uri names @v1: give one of them"),
+        ({"uri": "hf://a/b@v1", "revision": "v1"}, "spec.model.uri names @v1: give one"),
         ({"uri": "s3://a/b", "revision": "v1"}, "a bucket has no revisions"),
         ({"uri": "pvc://m", "revision": "v1"}, "spec.model.revision is of models that are fetched"),
         ({"uri": "hostpath:///m", "secretRef": {"name": "x"}}, "spec.model.secretRef is of models that are fetched"),

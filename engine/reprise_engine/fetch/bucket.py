@@ -1,8 +1,8 @@
 """Models in buckets that speak the S3 protocol: AWS, MinIO, Ceph, OBS.
 
-botocore lists, and signs a link for each request; the bytes come as those of a hub do, so they are resumed, verified and
-counted in the same place. Credentials are botocore's own: $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, the pod's web
-identity, the instance's role; with none of them the bucket is asked without a signature, as a public one allows.
+botocore lists, and signs a link for each request; the bytes come as those of a hub do, so they are resumed, verified
+and counted in the same place. Credentials are botocore's own: $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, the pod's
+web identity, the instance's role; with none of them the bucket is asked without a signature, as a public one allows.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Bucket:
 
 
 def _digest(answer: Mapping[str, Any], tag: str) -> Digest | None:
-    """The SHA-256 of the whole object where the store keeps one, else the MD5 that an ETag is: of an object that came in
-    one piece and is not encrypted with a key of somebody's own."""
+    """The SHA-256 of the whole object where the store keeps one, else the MD5 that an ETag is: of an object that came
+    in one piece and is not encrypted with a key of somebody's own."""
     checksum = answer.get("ChecksumSHA256")
     if checksum and "-" not in checksum and answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
         return Digest(algorithm="sha256", value=base64.b64decode(checksum).hex())

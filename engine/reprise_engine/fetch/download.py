@@ -80,8 +80,8 @@ class Downloader:
             part.close()
         raise DamagedModel(
             f"{file.path}: what came is not what the listing says, twice in a row ({file.size} bytes, "
-            f"{file.digest.algorithm if file.digest else 'size'} {file.identity}). A proxy or mirror on the way may change "
-            "it, or the file was replaced meanwhile."
+            f"{file.digest.algorithm if file.digest else 'size'} {file.identity}). A proxy or mirror on the way may "
+            "change it, or the file was replaced meanwhile."
         )
 
     async def _complete(self, part: Part) -> None:

@@ -115,8 +115,8 @@ def _check_gguf(names: Sequence[str], *, source: str, files: int) -> None:
     models = {_SPLIT_GGUF.sub("", name) for name in names}
     if len(models) > 1:
         raise UnsupportedModel(
-            f"{source} holds {len(models)} .gguf models ({', '.join(sorted(names)[:4])} …), and a hub's URI cannot name one "
-            "of them; put the file into a bucket (s3://bucket/path/file.gguf) or on a volume (pvc://claim/file.gguf)."
+            f"{source} holds {len(models)} .gguf models ({', '.join(sorted(names)[:4])} …); a hub's URI cannot name "
+            "one of them; put the file into a bucket (s3://bucket/path/file.gguf) or on a volume (pvc://claim/file.gguf)."
         )
 
 

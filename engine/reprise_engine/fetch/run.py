@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -42,7 +42,7 @@ class FetchOptions:
     folder: Path
     parallel: int = 4
     progress_seconds: float = 5.0
-    retries: Retries = Retries()
+    retries: Retries = field(default_factory=Retries)
     silence_seconds: float = SILENCE_SECONDS
 
 

@@ -41,7 +41,7 @@ def volume_errors(folder: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in _FULL:
             raise ModelVolumeFull(
-                f"{folder}: {reason}. Give spec.model.cache a larger volume (claimName) or sizeLimit, or free some room; "
+                f"{folder}: {reason}. Give spec.model.cache a larger claimName or sizeLimit, or free some room; "
                 "what has come so far is kept on the volume."
             ) from error
         raise ModelVolumeUnusable(

@@ -55,7 +55,7 @@ class Retries:
 
 
 def open_session(*, connections: int, silence: float = SILENCE_SECONDS) -> aiohttp.ClientSession:
-    """Honours HTTPS_PROXY, NO_PROXY and the like. `silence`: seconds without a byte after which a connection is given up."""
+    """Honours HTTPS_PROXY, NO_PROXY and the like. A connection is given up after `silence` seconds without a byte."""
     return aiohttp.ClientSession(
         trust_env=True,
         connector=aiohttp.TCPConnector(limit=connections),

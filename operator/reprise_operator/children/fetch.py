@@ -1,7 +1,7 @@
 """The init container that fetches a model onto a volume, and that volume. Pure.
 
-It runs `reprise fetch` of our engine's image for either runtime: no shell, no hub client in the engine, and of the pod's
-containers the only one that is given the credentials of the hub.
+It runs `reprise fetch` of our engine's image for either runtime: no shell, no hub client in the engine, and of the
+pod's containers the only one that is given the credentials of the hub.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def build_fetch_container(
     user_env: Sequence[Mapping[str, Any]],
     mounts: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The container. `user_env` are the entries of spec.runtime.env, which say where a mirror or a proxy is; `mounts` are
-    the engine's, in which the model's folder is read-only."""
+    """The container. `user_env` are the entries of spec.runtime.env, which say where a mirror or a proxy is; `mounts`
+    are the engine's, in which the model's folder is read-only."""
     args = ["fetch", _literal(source.uri)]
     if source.revision is not None:
         args.append(f"--revision={_literal(source.revision)}")
@@ -57,7 +57,7 @@ def build_fetch_container(
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    # The engine's own: a pod asks for the larger of the two, so it costs nothing, and keeps the pod's quality of service.
+    # The engine's own: a pod asks for the larger of the two, so it costs nothing, and keeps the quality of service.
     asked = service.spec.runtime.resources
     resources = {"requests": dict(asked.requests), "limits": dict(asked.limits)}
     if any(resources.values()):
