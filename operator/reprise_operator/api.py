@@ -132,7 +132,9 @@ class Api:
         selector: Mapping[str, str] | None = None,
         *,
         accept: str = "application/json",
+        fields: Mapping[str, str] | None = None,
     ) -> tuple[Body, ...]:
+        field_selector = ",".join(f"{path}={value}" for path, value in sorted((fields or {}).items())) or None
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
         items: list[Body] = []
         continuation: str | None = None
@@ -143,6 +145,7 @@ class Api:
                     resource,
                     namespace,
                     label_selector=label_selector,
+                    field_selector=field_selector,
                     limit=PAGE_SIZE,
                     _continue=continuation,
                     header_params={"Accept": accept},

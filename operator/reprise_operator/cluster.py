@@ -7,6 +7,7 @@ Reads return plain bodies or the types of observed.py; writes return what became
 from __future__ import annotations
 
 import asyncio
+import base64
 import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from reprise_operator.kinds import (
     ALL_CHILD_TYPES,
     CHILD_TYPES,
     CLAIMS,
+    CONFIG_MAPS,
     EVENTS,
     INFERENCE_SERVICES,
     JOBS,
@@ -29,6 +31,7 @@ from reprise_operator.kinds import (
 )
 from reprise_operator.naming import MANAGED_BY
 from reprise_operator.observed import ObservedChild
+from reprise_operator.references import ReferenceKind
 from reprise_operator.settings import FIELD_MANAGER
 
 RESET_MANAGER = f"{FIELD_MANAGER}-reset"
@@ -162,8 +165,21 @@ class Cluster:
             raise
         return nodes, pods
 
+    async def pod_events(self, namespace: str, uid: str) -> tuple[Body, ...]:
+        """The events about one pod."""
+        return await self._api.list(EVENTS, namespace, fields={"involvedObject.uid": uid})
+
     async def replica_sets(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(REPLICA_SETS, namespace, selector)
+
+    async def contents(self, kind: ReferenceKind, namespace: str, name: str) -> Mapping[str, bytes] | None:
+        """The entries of a Secret or ConfigMap; None when there is no such object."""
+        body = await self._api.get(SECRETS if kind == "Secret" else CONFIG_MAPS, namespace, name)
+        if body is None:
+            return None
+        entries = {key: str(value).encode() for key, value in (body.get("data") or {}).items()}
+        encoded = entries if kind == "Secret" else (body.get("binaryData") or {})
+        return {**entries, **{key: base64.b64decode(value) for key, value in encoded.items()}}
 
     async def missing_secrets(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         return await self._missing(SECRETS, namespace, names)

@@ -19,6 +19,7 @@ AUTOSCALING_ACTIVE = "AutoscalingActive"
 GATEWAY_READY = "GatewayReady"
 MONITORED = "Monitored"
 AS_SPECIFIED = "AsSpecified"
+REFERENCES_RESOLVED = "ReferencesResolved"
 
 MAX_MESSAGE = 1024
 """Characters; the schema allows 32,768, but a condition is read in a terminal."""

@@ -11,12 +11,14 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from reprise_operator.children.fetch import FETCH_CONTAINER
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.kinds import SCALED_OBJECTS
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
 from reprise_operator.out_of_memory import Shortage, shortage
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.references import unresolved
 from reprise_operator.replicas import unplanned_autoscalers, wanted_replicas
 from reprise_operator.rollout import conflicts, find_child, key_of
 
@@ -187,6 +189,10 @@ def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
             f"Secret {', '.join(secrets)} does not exist in namespace {plan.identity.namespace}. "
             "The pods start once it is created.",
         )
+    missing = unresolved(plan, observed)
+    if missing:
+        told = " ".join(item.message(plan.identity.namespace) for item in missing)
+        return _stalled(missing[0].reason, f"{told} The pods start once it is there.")
     claims = [name for name in plan.claim_names if name in observed.missing_claims]
     if claims:
         return _stalled(
@@ -230,6 +236,11 @@ _LAST_WORDS = (
         re.compile(r"\bModelNotFound\b|Repo id must be in the form|does not appear to have a file named"),
     ),
     ("DamagedModel", re.compile(r"\bDamagedModel\b")),
+    # Of `reprise fetch`, which has tried again for minutes before it says so.
+    ("ModelFetchDenied", re.compile(r"\bModelFetchDenied\b")),
+    ("ModelFetchFailed", re.compile(r"\bModelFetchFailed\b")),
+    ("ModelVolumeFull", re.compile(r"\bModelVolumeFull\b")),
+    ("ModelVolumeUnusable", re.compile(r"\bModelVolumeUnusable\b")),
     (
         "InsufficientMemory",
         re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),
@@ -385,6 +396,13 @@ def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) 
                 return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
             message = "is being applied." if fault is None else f"is not applied yet, and tried again: {fault}"
             return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
+    fetching = sorted(pod.name for pod in current_pods(observed) if pod.initializing == FETCH_CONTAINER)
+    if fetching:
+        message = (
+            f"{', '.join(fetching)}: {plan.service.spec.model.uri} is being fetched; "
+            f"`kubectl logs {fetching[0]} -c {FETCH_CONTAINER}` tells how far it is."
+        )
+        return Diagnosis(state=State.PROGRESSING, reason="FetchingModel", message=message)
     figures = counts(deployment)
     if not figures.seen:
         message = "The Deployment controller has not seen the present template yet."

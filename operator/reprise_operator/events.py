@@ -114,7 +114,7 @@ class Recorder:
         }
 
 
-_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned", "AutoscalingActive")
+_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned", "AutoscalingActive", "ReferencesResolved")
 """Conditions whose changes are told. Reconciling and the figures change too often to be news."""
 
 
@@ -151,6 +151,11 @@ def transitions(previous: Body, status: Body) -> tuple[Happening, ...]:
                 continue
             if reason == "FloorReached":
                 event_type = "Warning"
+        elif kind == "ReferencesResolved":
+            # What Stalled says already is not said twice, and that all is well is news only after it was not.
+            if after.get("Stalled", {}).get("reason") == reason or (value == "True" and was.get("status") != "False"):
+                continue
+            event_type = "Warning" if value == "False" else "Normal"
         note = condition.get("message") or str(reason)
         told.append(Happening(type=event_type, reason=str(reason), action=kind, note=note))
     return tuple(told)

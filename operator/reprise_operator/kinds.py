@@ -39,6 +39,7 @@ REPLICA_SETS = ResourceType("apps/v1", "ReplicaSet", "replicasets")
 SERVICES = ResourceType("v1", "Service", "services")
 PODS = ResourceType("v1", "Pod", "pods")
 SECRETS = ResourceType("v1", "Secret", "secrets")
+CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENTS = ResourceType("v1", "Event", "events")
 JOBS = ResourceType("batch/v1", "Job", "jobs")
@@ -92,11 +93,14 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("", "pods/log"): {"get"},
         # The check of a change before the last serving pod is taken for it.
         ("batch", "jobs"): {"get", "create", "delete"},
-        # Whether it exists, by a metadata-only request: the content is never read.
+        # By name only, those that a service refers to: whether they exist (imagePullSecrets, by a request for metadata)
+        # and whether what the pods read of them has changed.
         ("", "secrets"): {"get"},
+        ("", "configmaps"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
-        ("", "events"): {"create", "patch"},
         **{(kind.group, kind.plural): {"get", "list", "create", "patch", "delete"} for kind in OPTIONAL_TYPES},
+        # Listed: those about one pod that waits for its volumes.
+        ("", "events"): {"list", "create", "patch"},
     }
 )
 """What cluster.py sends for the resources it serves, in the namespaces it serves."""

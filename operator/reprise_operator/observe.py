@@ -56,6 +56,8 @@ def observed_pod(body: Body) -> ObservedPod:
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
         terminations=_terminations(status),
+        initializing=_initializing(status),
+        awaits_volumes=is_scheduled and status.get("phase", "Pending") == "Pending" and _is_being_set_up(status),
     )
 
 
@@ -107,6 +109,19 @@ def _failures(status: Body) -> tuple[ContainerFailure, ...]:
     main = ((container, False) for container in status.get("containerStatuses") or ())
     found = (_failure(container, init=is_init) for container, is_init in (*init, *main))
     return tuple(failure for failure in found if failure is not None)
+
+
+def _is_being_set_up(status: Body) -> bool:
+    """Whether no container was tried yet."""
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    reasons = [((container.get("state") or {}).get("waiting") or {}).get("reason") for container in containers]
+    tried = any(container.get("lastState") for container in containers)
+    return not tried and all(reason in _STARTING for reason in reasons)
+
+
+def _initializing(status: Body) -> str | None:
+    running = (c["name"] for c in status.get("initContainerStatuses") or () if (c.get("state") or {}).get("running"))
+    return next(running, None)
 
 
 def _failure(container: Body, *, init: bool) -> ContainerFailure | None:

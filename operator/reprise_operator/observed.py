@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprise_operator.references import ObjectRef, ObservedReference
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
@@ -99,6 +101,10 @@ class ObservedPod:
     """metadata.creationTimestamp."""
     node: str | None = None
     """Where it runs."""
+    awaits_volumes: bool = False
+    """It has a node, but no container was tried yet: volumes, network or images are being set up."""
+    initializing: str | None = None
+    """Name of the init container that runs now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +136,8 @@ class Observed:
     pods: tuple[ObservedPod, ...] = ()
     missing_secrets: tuple[str, ...] = ()
     missing_claims: tuple[str, ...] = ()
+    references: Mapping[ObjectRef, ObservedReference] = field(default_factory=dict)
+    """The Secrets and ConfigMaps that the pods read at their start; one that we may not read is not among them."""
     template_hash: str | None = None
     """pod-template-hash of the Deployment's newest ReplicaSet: pods that carry it are the current ones."""
     templates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

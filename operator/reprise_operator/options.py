@@ -7,10 +7,12 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 
+from reprise_operator.rotation import MIN_KEY_BYTES
 from reprise_operator.settings import Settings
 
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - the kubelet's probes and Prometheus come to the pod's address
@@ -24,6 +26,8 @@ class Options:
     host: str = ANY_ADDRESS
     lease_namespace: str | None = None
     """Where the lease is kept; None runs without leader election."""
+    reference_key: bytes | None = field(default=None, repr=False)
+    """Of the hashes of Secrets and ConfigMaps (references.py); None makes one up for this process."""
     log_format: str = "json"
     log_level: str = "info"
 
@@ -63,6 +67,12 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         str,
         "their service account, in the namespace of each",
     )
+    add(
+        "--fetch-image",
+        None,
+        str,
+        "image that fetches models; else the engine's where that is ours, else --reprise-image",
+    )
     add("--workers", defaults.workers, int, "reconciles at a time")
     add("--resync-seconds", defaults.resync_seconds, float, "every service is looked at this often without any news")
     add("--discovery-seconds", defaults.discovery_seconds, float, "how often optional kinds are looked for")
@@ -85,6 +95,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
     add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
     add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
+    add("--reference-key-file", None, str, "file with the key of the hashes of Secrets and ConfigMaps")
     add("--lease-namespace", None, str, "elect a leader by a Lease in this namespace")
     add("--log-format", "json", str, "json or text")
     add("--log-level", "info", str, "debug, info, warning or error")
@@ -112,6 +123,17 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             run.error(
                 f"--{name.replace('_', '-')} is {getattr(values, name)!r}; it must be one of {', '.join(choices)}"
             )
+    reference_key: bytes | None = None
+    if values.reference_key_file:
+        try:
+            reference_key = Path(values.reference_key_file).read_bytes().strip()
+        except OSError as error:
+            run.error(f"--reference-key-file {values.reference_key_file}: {error.strerror}")
+        if len(reference_key) < MIN_KEY_BYTES:
+            run.error(
+                f"--reference-key-file {values.reference_key_file} holds {len(reference_key)} bytes; "
+                f"at least {MIN_KEY_BYTES} random ones are needed"
+            )
     return Options(
         settings=Settings(
             namespace=values.namespace or None,
@@ -119,6 +141,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             vllm_ascend_image=values.vllm_ascend_image,
             endpoint_picker_image=values.endpoint_picker_image,
             endpoint_picker_service_account=values.endpoint_picker_service_account,
+            fetch_image=values.fetch_image or None,
             workers=values.workers,
             resync_seconds=values.resync_seconds,
             discovery_seconds=values.discovery_seconds,
@@ -134,6 +157,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         ),
         host=values.host,
         lease_namespace=values.lease_namespace or None,
+        reference_key=reference_key,
         log_format=values.log_format,
         log_level=values.log_level,
     )

@@ -17,6 +17,7 @@ from reprise_operator.children.strategy import needs_free_devices
 from reprise_operator.hostnames import HostnameTaken
 from reprise_operator.kinds import AUTOSCALER_TYPES, DISRUPTION_BUDGETS, POD_MONITORS, ResourceType
 from reprise_operator.naming import selector_string
+from reprise_operator.references import Reference, references_of
 from reprise_operator.resource import Identity, InferenceService, SpecError
 from reprise_operator.settings import Settings
 from reprise_operator.tuning import MemoryState, carried
@@ -80,6 +81,11 @@ class Plan:
         if spec.auth.api_key_secret_ref is not None:
             names.append(spec.auth.api_key_secret_ref.name)
         return tuple(dict.fromkeys(names))
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """Secrets and ConfigMaps whose content the pods take in: rotation.py reads them, a change rolls the pods."""
+        return references_of(self.service)
 
     @property
     def claim_names(self) -> tuple[str, ...]:

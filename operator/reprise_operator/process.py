@@ -32,6 +32,7 @@ from reprise_operator.metrics import OperatorMetrics, serve_metrics, serve_probe
 from reprise_operator.observe import Scraper
 from reprise_operator.options import Options
 from reprise_operator.reconcile import Reconciler
+from reprise_operator.rotation import ReferenceKey, ReferenceReader
 from reprise_operator.settings import GROUP, PLURAL
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import WorkQueue
@@ -74,6 +75,7 @@ class Operator:
             health=self.health,
             wake=self._wake,
             directory=self.directory,
+            references=ReferenceReader(ReferenceKey(options.reference_key) if options.reference_key else None),
         )
         self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers)
         self.waker = Waker(self._wake, health=self.health, metrics=metrics, directory=self.directory)

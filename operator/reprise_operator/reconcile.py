@@ -25,17 +25,20 @@ from reprise_operator.hostnames import Hostnames, claim_of
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.log_tails import LogTails
 from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.mounts import MountReader
 from reprise_operator.naming import OWNER_UID_LABEL, child_name, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod, templates
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.out_of_memory import memory_ends
 from reprise_operator.plan import Plan, plan
+from reprise_operator.references import ObjectRef, followed, rotated
 from reprise_operator.release import Release
 from reprise_operator.release_state import state_status
 from reprise_operator.releasing import CHECK_POLL_SECONDS, Releaser, awaits_check
 from reprise_operator.replicas import leaving
 from reprise_operator.resource import Runtime
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
+from reprise_operator.rotation import ReferenceReader
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, parse
 from reprise_operator.status import build_status
@@ -81,6 +84,8 @@ class Reconciler:
     directory: Directory = field(default_factory=Directory)
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
+    references: ReferenceReader = field(default_factory=ReferenceReader)
+    mounts: MountReader = field(default_factory=MountReader)
 
     def __post_init__(self) -> None:
         self._memories: dict[Key, _Memory] = {}
@@ -126,6 +131,8 @@ class Reconciler:
         observed = await self._observe(identity, planned, memory)
         if isinstance(planned, Plan):
             body, planned = await self._tune(key, body, planned, observed)
+        if isinstance(planned, Plan):
+            planned = followed(planned, observed)
         conflict: str | None = None
         release: Release | None = None
         if isinstance(planned, Plan):  # a spec that cannot be honoured leaves the running pods alone
@@ -173,10 +180,18 @@ class Reconciler:
             planned=[(key.kind, key.name) for key in map(key_of, wanted.children if wanted else ())],
             optional=self._optional_kinds(identity, wanted, memory),
         )
-        pods = [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
+        pods = await self.mounts.look(
+            self.cluster, namespace, [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
+        )
         uids = frozenset(pod.uid for pod in pods)
+        references = await self.references.read(self.cluster, namespace, wanted.references if wanted else ())
+        # Of an object that is read whether it is there is known by that.
+        secrets = (
+            [name for name in wanted.secret_names if ObjectRef("Secret", name) not in references] if wanted else []
+        )
         self.scraper.forget(memory.pods - uids)
         self._logs.forget(memory.pods - uids)
+        self.mounts.forget(memory.pods - uids)
         memory.pods = uids
         if wanted is not None and wanted.service.spec.runtime.name is Runtime.VLLM_ASCEND:
             pods = list(await self._logs.observe(namespace, pods, read=self.cluster.log_tail))
@@ -185,7 +200,8 @@ class Reconciler:
             at=self.clock(),
             children=children,
             pods=await self.scraper.observe(pods),
-            missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
+            missing_secrets=await self.cluster.missing_secrets(namespace, secrets),
+            references=references,
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
             template_hash=current_template_hash(_deployment(children, identity), replica_sets),
             templates=templates(_deployment(children, identity), replica_sets),
@@ -300,8 +316,10 @@ class Reconciler:
             note += told_changes(present.body, result.body)
             happening = Happening(type="Warning", reason="DriftRepaired", action="Apply", note=note)
         else:
-            note = f"Updated {action.key}" + (told_changes(present.body, result.body) if present is not None else "")
-            happening = Happening(type="Normal", reason="Updated", action="Apply", note=note)
+            changed = rotated(present.body, action.manifest) if present is not None else ()
+            told = told_changes(present.body, result.body) if present is not None else ""
+            why = f": {', '.join(changed)} changed" if changed else told
+            happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}{why}")
         await self.recorder.record(body, happening)
 
     async def _delete(self, body: Body, action: Delete) -> None:
@@ -390,6 +408,7 @@ class Reconciler:
         if memory is not None:
             self.scraper.forget(memory.pods)
             self._logs.forget(memory.pods)
+            self.mounts.forget(memory.pods)
         self.metrics.services.set(len(self._memories))
 
 

@@ -49,6 +49,20 @@ class _Model(BaseModel):
     )
 
 
+class LocalReference(_Model):
+    """Name of an object in the same namespace."""
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class ModelCacheSpec(_Model):
+    """Where a fetched model is kept: on a claim, else on a volume of each pod's own that is gone with the pod."""
+
+    claim_name: Annotated[str, Field(min_length=1)] | None = None
+    size_limit: str | int | float | None = None
+    """A quantity: the most that the pod's own volume may hold."""
+
+
 class ModelSpec(_Model):
     """Which model, and under which name it is served."""
 
@@ -57,6 +71,11 @@ class ModelSpec(_Model):
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Tokens of prompt and output; None takes the model's own limit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit of a hub's model; None takes that of the URI, else the hub's default branch."""
+    secret_ref: LocalReference | None = None
+    """Credentials of the hub or bucket; which keys, says children/fetch.py."""
+    cache: ModelCacheSpec = ModelCacheSpec()
 
 
 class EnvVar(_Model):
@@ -65,12 +84,6 @@ class EnvVar(_Model):
     name: Annotated[str, Field(min_length=1)]
     value: str | None = None
     value_from: dict[str, Any] | None = None
-
-
-class LocalReference(_Model):
-    """Name of an object in the same namespace."""
-
-    name: Annotated[str, Field(min_length=1)]
 
 
 class Resources(_Model):
@@ -307,7 +320,21 @@ class ClaimModel:
     path: str
 
 
-ModelSource = HostPathModel | ClaimModel
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedModel:
+    """`hf://org/name`, `modelscope://org/name`, `s3://bucket/path`: fetched onto a volume before the engine starts."""
+
+    scheme: Literal["hf", "modelscope", "s3"]
+    location: str
+    """What follows the scheme, without a revision and without a slash at its end."""
+    revision: str | None = None
+
+    @property
+    def uri(self) -> str:
+        return f"{self.scheme}://{self.location}"
+
+
+ModelSource = HostPathModel | ClaimModel | FetchedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,9 @@ class Settings:
     endpoint_picker_image: str = "ghcr.io/llm-d/llm-d-router-endpoint-picker:v0.9.0"
     endpoint_picker_service_account: str = "reprise-endpoint-picker"
     """Of managed endpoint pickers, in the namespace of each: the chart, or the administrator, makes it."""
+    fetch_image: str | None = None
+    """Of the init container that fetches a model. None: the engine's own image, which the node needs anyway, where that
+    is ours, else `reprise_image`."""
     workers: int = 4
     resync_seconds: float = 300.0
     discovery_seconds: float = 60.0

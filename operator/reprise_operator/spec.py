@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,11 +20,13 @@ from reprise_operator.children.strategy import is_zero
 from reprise_operator.resource import (
     UID,
     ClaimModel,
+    FetchedModel,
     GatewaySpec,
     HostPathModel,
     Identity,
     InferenceService,
     ModelSource,
+    ModelSpec,
     Runtime,
     Spec,
     SpecError,
@@ -47,8 +50,6 @@ MAX_CACHED_MODEL_LEN = 65_536
 """vllm-ascend serves at most 64k tokens of context with prefix caching (the vendor's page on prefix caching)."""
 
 NOT_YET = (
-    "model.revision",
-    "model.secretRef",
     "prefixCaching.hashAlgorithm",
     "prefixCaching.isolation",
     "prefixCaching.hostMemory",
@@ -84,7 +85,10 @@ RESERVED_PATTERN = (
 _RESERVED = re.compile(RESERVED_PATTERN, re.DOTALL)
 _URI = re.compile(r"^(?P<scheme>[a-z0-9]+)://(?P<rest>.*)$", re.DOTALL)
 _CLAIM = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
-LATER_SCHEMES = ("hf", "modelscope", "s3")
+_HUB = re.compile(
+    r"^(?P<scheme>hf|modelscope)://(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^/@\s]+))?$", re.ASCII
+)
+_BUCKET = re.compile(r"^s3://(?P<place>[A-Za-z0-9][\w.-]*(/.*)?)$", re.ASCII | re.DOTALL)
 
 
 def identity_of(body: Mapping[str, Any]) -> Identity:
@@ -117,21 +121,14 @@ def parse(body: Mapping[str, Any]) -> InferenceService:
     """
     raw = body.get("spec") or {}
     unsupported = [path for path in NOT_YET if _is_set(raw, path)]
-    scheme = _scheme(raw)
-    if scheme in LATER_SCHEMES:
-        unsupported.insert(0, f"model.uri ({scheme}://)")
     if unsupported:
         fields = ", ".join(f"spec.{path}" for path in unsupported)
-        raise SpecError(
-            "NotSupported",
-            f"This release does not honour {fields}. Remove it to go on"
-            + ("; models are read from hostpath:///path or pvc://claim/path." if scheme in LATER_SCHEMES else "."),
-        )
+        raise SpecError("NotSupported", f"This release does not honour {fields}. Remove it to go on.")
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
         raise SpecError("InvalidSpec", _explain(error)) from None
-    service = InferenceService(identity=identity_of(body), spec=spec, source=_source(spec.model.uri))
+    service = InferenceService(identity=identity_of(body), spec=spec, source=_source(spec.model))
     _check_conflicts(service)
     return service
 
@@ -145,13 +142,6 @@ def _is_set(raw: Mapping[str, Any], path: str) -> bool:
     return value is not None
 
 
-def _scheme(raw: Mapping[str, Any]) -> str | None:
-    model = raw.get("model")
-    uri = model.get("uri") if isinstance(model, Mapping) else None
-    match = _URI.match(uri) if isinstance(uri, str) else None
-    return match["scheme"] if match else None
-
-
 def _explain(error: ValidationError) -> str:
     parts = []
     for item in error.errors(include_url=False, include_context=False)[:5]:
@@ -160,7 +150,55 @@ def _explain(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def _source(uri: str) -> ModelSource:
+def _source(model: ModelSpec) -> ModelSource:
+    source = _place(model.uri)
+    if isinstance(source, FetchedModel):
+        return _fetched(model, source)
+    fetching = {
+        "revision": model.revision,
+        "secretRef": model.secret_ref,
+        "cache": model.cache if model.cache.model_fields_set else None,
+    }
+    given = [f"spec.model.{name}" for name, value in fetching.items() if value is not None]
+    if given:
+        raise SpecError(
+            "InvalidSpec",
+            f"{', '.join(given)} is of models that are fetched (hf, modelscope, s3), but spec.model.uri is "
+            f"{model.uri!r}, which is there already: remove it.",
+        )
+    return source
+
+
+def _fetched(model: ModelSpec, source: FetchedModel) -> FetchedModel:
+    """`source` with the revision that counts."""
+    cache = model.cache
+    if cache.claim_name is not None and cache.size_limit is not None:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.model.cache.sizeLimit is of the volume that a pod has without spec.model.cache.claimName: drop one.",
+        )
+    if model.revision is None:
+        return source
+    if source.scheme == "s3":
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.model.revision is {model.revision!r}, but a bucket has no revisions: put it into the path.",
+        )
+    if source.revision is not None:
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.model.revision is {model.revision!r}, and spec.model.uri names @{source.revision}: give one.",
+        )
+    return replace(source, revision=model.revision)
+
+
+def _place(uri: str) -> ModelSource:
+    if (hub := _HUB.match(uri)) and ".." not in hub["name"]:
+        return FetchedModel(
+            scheme="hf" if hub["scheme"] == "hf" else "modelscope", location=hub["name"], revision=hub["revision"]
+        )
+    if (bucket := _BUCKET.match(uri)) and _is_clean(bucket["place"]):
+        return FetchedModel(scheme="s3", location=bucket["place"].rstrip("/"))
     match = _URI.match(uri)
     scheme, rest = (match["scheme"], match["rest"]) if match else (None, "")
     if scheme == "hostpath" and rest.startswith("/") and _is_clean(rest[1:]) and rest.strip("/"):
@@ -171,7 +209,8 @@ def _source(uri: str) -> ModelSource:
             return ClaimModel(claim=claim, path=path.strip("/"))
     raise SpecError(
         "InvalidSpec",
-        f"spec.model.uri is {uri!r}; it must be hostpath:///absolute/path or pvc://claim/path, without '..'.",
+        f"spec.model.uri is {uri!r}; it must be hostpath:///absolute/path or pvc://claim/path, without '..', "
+        "hf://org/name[@revision], modelscope://org/name[@revision] or s3://bucket/path.",
     )
 
 

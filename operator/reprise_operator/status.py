@@ -17,6 +17,7 @@ from reprise_operator.conditions import (
     MEMORY_TUNED,
     READY,
     RECONCILING,
+    REFERENCES_RESOLVED,
     STALLED,
     Condition,
     merge,
@@ -27,6 +28,7 @@ from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.naming import child_name, selector_string
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
+from reprise_operator.references import unresolved
 from reprise_operator.release import Release
 from reprise_operator.release_state import state_status
 from reprise_operator.rollout import ChildKey, find_child
@@ -86,6 +88,9 @@ def build_status(
         status |= {"url": outcome.url, "model": outcome.service.served_name, "memory": _memory(outcome, diagnosis)}
         conditions += [_memory_tuned(outcome), *attachment_conditions(outcome, observed)]
         conditions += [specified_condition(outcome, observed), *autoscaling_condition(outcome, observed)]
+        conditions.append(_memory_tuned(outcome))
+        if outcome.references:
+            conditions.append(_references_resolved(outcome, observed))
     else:
         # What the running pods were started with still holds.
         status |= {key: previous[key] for key in ("url", "model", "memory") if key in previous}
@@ -118,6 +123,23 @@ def _available(available: int) -> Condition:
     if available > 0:
         return Condition(type=AVAILABLE, status="True", reason="Serving", message="At least one pod serves requests.")
     return Condition(type=AVAILABLE, status="False", reason="NoReadyPod", message="No pod serves requests.")
+
+
+def _references_resolved(plan: Plan, observed: Observed) -> Condition:
+    """Informational: pods that run have what they read at their start, and go on without it."""
+    missing = unresolved(plan, observed)
+    if missing:
+        told = " ".join(item.message(plan.identity.namespace) for item in missing)
+        message = f"{told} Running pods are left alone; none can be started until it is there."
+        return Condition(type=REFERENCES_RESOLVED, status="False", reason=missing[0].reason, message=message)
+    unseen = [str(item.object) for item in plan.references if item.object not in observed.references]
+    if unseen:
+        message = f"The operator may not read {', '.join(unseen)}: a change of it does not roll the pods."
+        return Condition(type=REFERENCES_RESOLVED, status="Unknown", reason="NotReadable", message=message)
+    names = ", ".join(str(item.object) for item in plan.references)
+    return Condition(
+        type=REFERENCES_RESOLVED, status="True", reason="Resolved", message=f"A change of {names} rolls the pods."
+    )
 
 
 def _memory(plan: Plan, diagnosis: Diagnosis) -> dict[str, Any]:

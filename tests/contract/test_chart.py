@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_where_keda_finds_prometheus() -> None:
 def test_its_arguments_parse_in_the_operator(
     values: dict[str, Any], namespace: str | None, lease: str | None, image: str
 ) -> None:
-    options = parse_options(container(values)["args"], {})
+    options = parse_options(_without_key(container(values)["args"]), {})
     assert (options.settings.namespace, options.lease_namespace) == (namespace, lease)
     assert options.settings.reprise_image == image
     picker = values.get("endpointPicker", {}).get("image", Settings().endpoint_picker_image)
@@ -100,6 +101,33 @@ def test_its_arguments_parse_in_the_operator(
 def test_nodes_are_read_where_the_values_say_so() -> None:
     assert parse_options(container()["args"], {}).settings.read_nodes is False
     assert parse_options(container({"rbac": {"readNodes": True}})["args"], {}).settings.read_nodes is True
+
+
+def test_the_key_of_the_hashes_is_made_once_or_is_ones_own() -> None:
+    made = only(render(), "Secret")
+    assert made["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert len(base64.b64decode(made["data"]["key"])) == 48
+    for values, name in (({}, made["metadata"]["name"]), ({"referenceKey": {"existingSecret": "mine"}}, "mine")):
+        manifests = render(values)
+        (volume,) = [v for v in only(manifests, "Deployment")["spec"]["template"]["spec"]["volumes"] if "secret" in v]
+        assert volume["secret"]["secretName"] == name
+        (mount,) = [mount for mount in container(values)["volumeMounts"] if mount["name"] == volume["name"]]
+        assert f"--reference-key-file={mount['mountPath']}/key" in container(values)["args"]
+    assert not [found for found in render({"referenceKey": {"existingSecret": "mine"}}) if found["kind"] == "Secret"]
+    without = {"referenceKey": {"create": False}}
+    assert not [found for found in render(without) if found["kind"] == "Secret"]
+    assert not [argument for argument in container(without)["args"] if "reference-key" in argument]
+
+
+def test_the_image_that_fetches() -> None:
+    options = parse_options([*_without_key(container({"fetch": {"image": "r.example/f:1"}})["args"])], {})
+    assert options.settings.fetch_image == "r.example/f:1"
+    assert parse_options(_without_key(container()["args"]), {}).settings.fetch_image is None
+
+
+def _without_key(arguments: list[str]) -> list[str]:
+    """The file of the key is in the pod only."""
+    return [argument for argument in arguments if not argument.startswith("--reference-key-file=")]
 
 
 def test_its_ports_and_probes_are_the_operators() -> None:

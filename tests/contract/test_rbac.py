@@ -103,7 +103,7 @@ def test_one_namespace_needs_nothing_of_the_cluster() -> None:
 
 
 def test_secrets_can_be_left_out_and_are_never_listed() -> None:
-    assert SERVED["", "secrets"] == {"get"}
+    assert SERVED["", "secrets"] == SERVED["", "configmaps"] == {"get"}
     without = bound_roles(render({"rbac": {"checkSecrets": False}}))["ClusterRole", None]
     assert ("", "secrets") not in without
 
@@ -171,6 +171,9 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             await cluster.log_tail("n", "x", "engine")
             await cluster.replica_sets("n", {})
             await cluster.missing_secrets("n", ["x"])
+            await cluster.pod_events("n", "u")
+            await cluster.contents("Secret", "n", "x")
+            await cluster.contents("ConfigMap", "n", "x")
             await cluster.missing_claims("n", ["x"])
             await cluster.pod_log("n", "x", "c", previous=True)
             await cluster.job("n", "x")

@@ -18,8 +18,10 @@ from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
 from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.mounts import MountReader
 from reprise_operator.observe import Scraper
 from reprise_operator.reconcile import Reconciler
+from reprise_operator.rotation import ReferenceKey, ReferenceReader
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -202,6 +204,8 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
             health=WatchHealth(),
             wake=woken.append,
             clock=clock,
+            mounts=MountReader(clock=clock),
+            references=ReferenceReader(ReferenceKey(b"the key of this bench"), clock=clock),
         )
         await reconciler.kinds.poll()
         requests.clear()

@@ -251,9 +251,9 @@ def test_a_pod_drains_before_it_ends(spec: dict[str, Any], seconds: int) -> None
 @pytest.mark.parametrize(
     ("uri", "volume", "path"),
     [
-        ("hostpath:///data/qwen", {"hostPath": {"path": "/data/qwen", "type": ""}}, "/model"),
-        ("hostpath:///data/q.gguf", {"hostPath": {"path": "/data", "type": ""}}, "/model/q.gguf"),
-        ("hostpath:///q.gguf", {"hostPath": {"path": "/", "type": ""}}, "/model/q.gguf"),
+        ("hostpath:///data/qwen", {"hostPath": {"path": "/data/qwen", "type": "Directory"}}, "/model"),
+        ("hostpath:///data/q.gguf", {"hostPath": {"path": "/data", "type": "Directory"}}, "/model/q.gguf"),
+        ("hostpath:///q.gguf", {"hostPath": {"path": "/", "type": "Directory"}}, "/model/q.gguf"),
         ("pvc://m", {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}}, "/model"),
         ("pvc://m/a/b", {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}}, "/model/a/b"),
     ],

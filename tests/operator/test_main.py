@@ -51,6 +51,23 @@ def test_flags_and_environment() -> None:
     assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
 
 
+def test_the_key_of_the_hashes_comes_from_a_file_and_shows_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    options = parse_options(["run", "-A", f"--reference-key-file={file}"], {})
+    assert options.reference_key == b"0123456789abcdef"
+    assert "0123456789abcdef" not in repr(options)
+    assert parse_options(["run", "-A"], {}).reference_key is None
+    file.write_text("short")
+    for path, words in ((file, "holds 5 bytes; at least 16"), (tmp_path / "none", "No such file or directory")):
+        with pytest.raises(SystemExit) as exited:
+            parse_options(["run", "-A", f"--reference-key-file={path}"], {})
+        assert exited.value.code == 2
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [

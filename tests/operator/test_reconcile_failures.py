@@ -60,6 +60,12 @@ async def test_a_secret_that_does_not_exist_is_named_and_its_creation_is_the_cur
     assert (await bench.reconcile()) is not None, "it looks again by itself: no event tells of the Secret"
     bench.kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}})
     await bench.settle()
+    assert bench.condition("Stalled")[1] == "SecretKeyNotFound", "it is there, but the key is not"
+    bench.kubectl.apply(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"api-key": "x"}}
+    )
+    bench.clock.now += 61.0
+    await bench.settle()
     assert bench.condition("Stalled")[0] == "False"
 
 

@@ -34,6 +34,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{- define "reprise-operator.referenceKeySecret" -}}
+{{- if (.Values.referenceKey).existingSecret }}
+{{- .Values.referenceKey.existingSecret }}
+{{- else if (.Values.referenceKey).create }}
+{{- include "reprise-operator.fullname" . }}-reference-key
+{{- end }}
+{{- end }}
+
 {{- /* What the operator needs in the namespaces it serves; tests/contract holds it equal to its table of permissions. */ -}}
 {{- define "reprise-operator.rules" -}}
 - apiGroups: [serving.reprise.io]
@@ -78,8 +86,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   verbs: [get]
 {{- end }}
 - apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get]
+- apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [list, create, patch]
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
   verbs: [get, list, create, patch, delete]

@@ -24,6 +24,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
+from reprise_engine.entrypoints.fetch import add_fetch_arguments
 from reprise_engine.entrypoints.values import (
     folder,
     json_object,
@@ -253,6 +254,7 @@ def build_parser() -> ArgumentParser:
     add_serve_arguments(check, positional_model=True)
     add_bench_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
     add_eval_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
+    add_fetch_arguments(commands.add_parser("fetch", help="bring a model onto a volume: resumed, verified"))
     return parser
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from reprise_engine.entrypoints import bench, check, evaluate
+from reprise_engine.entrypoints import bench, check, evaluate, fetch
 from reprise_engine.entrypoints.arguments import ArgumentParser, build_parser, server_options
 from reprise_engine.errors import ConfigError
 from reprise_engine.server import lifecycle, logs
@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check.main(parsed)
     if parsed.command == "eval":
         return evaluate.main(parsed)
+    if parsed.command == "fetch":
+        return fetch.main(parsed)
     return serve(parser, parsed)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
-from reprise_operator.resource import ClaimModel, HostPathModel, InferenceService, Runtime
+from reprise_operator.naming import digest
+from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT
 
 MODEL_MOUNT = "/model"
@@ -22,6 +23,15 @@ def model_path(service: InferenceService) -> str:
             return f"{MODEL_MOUNT}/{path.rpartition('/')[2]}" if is_file(path) else MODEL_MOUNT
         case ClaimModel(path=path):
             return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
+        case FetchedModel(location=location) as source:
+            folder = f"{MODEL_MOUNT}/{fetched_folder(source)}"
+            return f"{folder}/{location.rpartition('/')[2]}" if is_file(location) else folder
+
+
+def fetched_folder(source: FetchedModel) -> str:
+    """Name of a fetched model's folder on its volume: readable, and another for another URI or revision."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", source.location)[:48].strip("-.")
+    return f"{source.scheme}-{readable}-{digest([source.uri, source.revision], length=12)}"
 
 
 def is_file(path: str) -> bool:

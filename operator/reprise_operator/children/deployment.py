@@ -8,11 +8,14 @@ from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.pod import STARTUP_SECONDS, build_pod_template
 from reprise_operator.children.strategy import default_strategy
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import InferenceService
+from reprise_operator.resource import FetchedModel, InferenceService
 from reprise_operator.settings import Settings
 
 PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 300
 """More than a pod may take to start, or a rollout would be called failed while a model loads."""
+
+FETCH_SECONDS = 6 * 3600
+"""For a fetch on top of it: 700 GB at 32 MB a second."""
 
 
 def build_deployment(
@@ -45,4 +48,6 @@ def build_deployment(
 
 def progress_deadline(service: InferenceService) -> int:
     """Seconds without progress after which a change has failed."""
-    return service.spec.rollout.progress_deadline_seconds or PROGRESS_DEADLINE_SECONDS
+    asked = service.spec.rollout.progress_deadline_seconds
+    fetching = FETCH_SECONDS if isinstance(service.source, FetchedModel) else 0
+    return PROGRESS_DEADLINE_SECONDS + fetching if asked is None else asked

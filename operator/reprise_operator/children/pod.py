@@ -16,9 +16,10 @@ from reprise_operator.children.accelerator import (
     with_node_affinity,
 )
 from reprise_operator.children.args import MODEL_MOUNT, engine_args, is_file
+from reprise_operator.children.fetch import FSGROUP, build_fetch_container, cache_volume
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.naming import pod_labels, reserved_labels
-from reprise_operator.resource import ClaimModel, EnvVar, HostPathModel, InferenceService, Runtime
+from reprise_operator.resource import ClaimModel, EnvVar, FetchedModel, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT, Settings
 
 CONTAINER = "engine"
@@ -54,6 +55,12 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
         "runtimeClassName": runtime_class_name(service),
         "imagePullSecrets": [{"name": secret.name} for secret in service.spec.runtime.image_pull_secrets],
     }
+    if isinstance(service.source, FetchedModel):
+        user_env = [_env_entry(item) for item in service.spec.runtime.env]
+        fetching = build_fetch_container(
+            service, service.source, image=fetch_image(service, settings), user_env=user_env, mounts=mounts
+        )
+        optional["initContainers"] = [fetching]
     spec: dict[str, Any] = {
         "containers": [_container(service, settings, memory, mounts)],
         "volumes": volumes,
@@ -75,6 +82,13 @@ def engine_image(service: InferenceService, settings: Settings) -> str:
     if runtime.name is Runtime.VLLM_ASCEND:
         return settings.vllm_ascend_image + profile_of(service).image_suffix
     return settings.reprise_image
+
+
+def fetch_image(service: InferenceService, settings: Settings) -> str:
+    """Of the init container that fetches the model."""
+    if settings.fetch_image is not None:
+        return settings.fetch_image
+    return engine_image(service, settings) if service.spec.runtime.name is Runtime.REPRISE else settings.reprise_image
 
 
 def _container(
@@ -116,6 +130,9 @@ def _env(service: InferenceService) -> list[dict[str, Any]]:
     runtime = service.spec.runtime.name
     env: list[dict[str, Any]] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
+        # Nothing is fetched unless the URI says so, and then by the init container: an engine never asks a hub.
+        {"name": "HF_HUB_OFFLINE", "value": "1"},
+        {"name": "TRANSFORMERS_OFFLINE", "value": "1"},
         *accelerator_env(service),
     ]
     if runtime is Runtime.REPRISE:
@@ -159,12 +176,14 @@ def _volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict
 def _model_volume(service: InferenceService) -> dict[str, Any]:
     match service.source:
         case HostPathModel(path=path):
-            # Of a file its folder is mounted. No type: the engine's own message about a missing model reaches the
-            # status, while a refused mount would only show in the pod's events.
+            # Of a file its folder is mounted. The type: without it the kubelet would make a folder that is not there,
+            # and leave it on the node. mounts.py brings its refusal into the status.
             folder = (path.rpartition("/")[0] or "/") if is_file(path) else path
-            return {"hostPath": {"path": folder, "type": ""}}
+            return {"hostPath": {"path": folder, "type": "Directory"}}
         case ClaimModel(claim=claim):
             return {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        case FetchedModel():
+            return cache_volume(service.spec.model.cache)
 
 
 def _pod_security(service: InferenceService) -> dict[str, Any]:
@@ -173,6 +192,9 @@ def _pod_security(service: InferenceService) -> dict[str, Any]:
         context["runAsNonRoot"] = True
     if profile_of(service).is_npu:
         context["supplementalGroups"] = [HWHIAIUSER_GROUP]
+    if isinstance(service.source, FetchedModel) and service.spec.model.cache.claim_name is not None:
+        # A new volume belongs to root. Only where its root does: the files of a large model would take minutes.
+        context |= {"fsGroup": FSGROUP, "fsGroupChangePolicy": "OnRootMismatch"}
     return context
 
 
