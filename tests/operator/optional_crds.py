@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
+from reprise_operator.kinds import FOREIGN_TYPES, ResourceType
 from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 
 CRDS = Path(__file__).parent / "data" / "crds"
@@ -49,9 +49,9 @@ def remove(kubectl: Kubectl, *kinds: ResourceType) -> None:
 @contextmanager
 def none_left(kubectl: Kubectl) -> Iterator[None]:
     """None of the kinds before, and none after: the API server is everybody's."""
-    remove(kubectl, *OPTIONAL_TYPES)
+    remove(kubectl, *FOREIGN_TYPES)
     try:
         yield
     finally:
         with contextlib.suppress(KubectlFailed):
-            remove(kubectl, *OPTIONAL_TYPES)
+            remove(kubectl, *FOREIGN_TYPES)

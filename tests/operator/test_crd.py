@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from reprise_operator.children.profiles import PROFILES
-from reprise_operator.kinds import DISRUPTION_BUDGETS, HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES
+from reprise_operator.kinds import FOREIGN_TYPES
 from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
@@ -426,8 +426,7 @@ def test_patterns_are_those_of_the_operator() -> None:
 @pytest.mark.parametrize("name", inputs())
 def test_children_are_accepted_by_server_side_apply(server: httpx.Client, name: str) -> None:
     # Of other projects: test_reconcile_gateway.py and test_reconcile_scaling.py have their CRDs.
-    others = set(OPTIONAL_TYPES) - {HORIZONTAL_POD_AUTOSCALERS, DISRUPTION_BUDGETS}
-    optional = {(kind.api_version, kind.kind) for kind in others}
+    optional = {(kind.api_version, kind.kind) for kind in FOREIGN_TYPES}
     for child in yaml.safe_load_all(output(name).read_text()):
         if (child["apiVersion"], child["kind"]) in optional:
             continue
