@@ -56,17 +56,13 @@ DISRUPTION_BUDGETS = ResourceType("policy/v1", "PodDisruptionBudget", "poddisrup
 CHILD_TYPES = (DEPLOYMENTS, SERVICES)
 """What a Plan may contain: applied, watched, repaired, pruned."""
 
-OPTIONAL_TYPES = (
-    INFERENCE_POOLS,
-    HTTP_ROUTES,
-    POD_MONITORS,
-    SCALED_OBJECTS,
-    HORIZONTAL_POD_AUTOSCALERS,
-    DISRUPTION_BUDGETS,
-)
-"""The same, of kinds that another project's CRD defines: they may be absent, appear and go while the operator runs, and
-are polled (discovery.py), not watched. So are the two of Kubernetes' own that few services have: of a service without
-them they cost no request, and an autoscaler's status, rewritten all the time, wakes nobody."""
+FOREIGN_TYPES = (INFERENCE_POOLS, HTTP_ROUTES, POD_MONITORS, SCALED_OBJECTS)
+"""The same, of kinds that another project's CRD defines: they may be absent, appear and go while the operator runs."""
+
+OPTIONAL_TYPES = (*FOREIGN_TYPES, HORIZONTAL_POD_AUTOSCALERS, DISRUPTION_BUDGETS)
+"""Kinds that are polled (discovery.py), not watched: the foreign ones, and those of Kubernetes' own that few services
+have. Of a service without them they cost no request, and an autoscaler's status, rewritten all the time, wakes
+nobody."""
 
 AUTOSCALER_TYPES = (HORIZONTAL_POD_AUTOSCALERS, SCALED_OBJECTS)
 """Those that write the number of pods of the workload they target."""

@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
+from reprise_operator.kinds import FOREIGN_TYPES, ResourceType
 from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 
 CRDS = Path(__file__).parent / "data" / "crds"
-FOREIGN = tuple(kind for kind in OPTIONAL_TYPES if (CRDS / f"{kind.plural}.yaml").exists())
-"""Those that are not Kubernetes' own."""
 
 
 def _name(kind: ResourceType) -> str:
@@ -51,9 +49,9 @@ def remove(kubectl: Kubectl, *kinds: ResourceType) -> None:
 @contextmanager
 def none_left(kubectl: Kubectl) -> Iterator[None]:
     """None of the kinds before, and none after: the API server is everybody's."""
-    remove(kubectl, *FOREIGN)
+    remove(kubectl, *FOREIGN_TYPES)
     try:
         yield
     finally:
         with contextlib.suppress(KubectlFailed):
-            remove(kubectl, *FOREIGN)
+            remove(kubectl, *FOREIGN_TYPES)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from reprise_operator.children.profiles import PROFILES
-from reprise_operator.kinds import DISRUPTION_BUDGETS, HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES
+from reprise_operator.kinds import FOREIGN_TYPES
 from reprise_operator.plan import plan as make_plan
 from reprise_operator.release_state import LastGood, Rejected, started, state_status
 from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
@@ -449,8 +449,7 @@ def test_patterns_are_those_of_the_operator() -> None:
 @pytest.mark.parametrize("name", inputs())
 def test_children_are_accepted_by_server_side_apply(server: httpx.Client, name: str) -> None:
     # Of other projects: test_reconcile_gateway.py and test_reconcile_scaling.py have their CRDs.
-    others = set(OPTIONAL_TYPES) - {HORIZONTAL_POD_AUTOSCALERS, DISRUPTION_BUDGETS}
-    optional = {(kind.api_version, kind.kind) for kind in others}
+    optional = {(kind.api_version, kind.kind) for kind in FOREIGN_TYPES}
     for child in yaml.safe_load_all(output(name).read_text()):
         if (child["apiVersion"], child["kind"]) in optional:
             continue
