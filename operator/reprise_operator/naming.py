@@ -26,7 +26,8 @@ OWNER_UID_LABEL = f"{GROUP}/owner-uid"
 """On every child, not on pods: finds the children of one InferenceService, also those the Plan no longer names."""
 PLAN_HASH_ANNOTATION = f"{GROUP}/plan-hash"
 """On every child: `digest` of the manifest it was applied from; status tells an applied spec from one still to come."""
-MANAGED_BY_SELECTOR = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGED_BY_SELECTOR = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
 """Label selector for watches of children and pods."""
 
 _LABEL_VALUE = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$")

@@ -1,14 +1,10 @@
-"""The command line of the operator: flags and environment → Options. And its logs."""
+"""The command line of the operator: flags and environment → Options."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 
 from reprise_operator.settings import Settings
@@ -68,6 +64,18 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         float,
         "least time between two writes of a service's figures",
     )
+    add(
+        "--watch-inactivity-seconds",
+        defaults.watch_inactivity_seconds,
+        float,
+        "a watch that brings nothing, not even a bookmark, for so long is opened anew",
+    )
+    add(
+        "--watch-patience-seconds",
+        defaults.watch_patience_seconds,
+        float,
+        "a watch that owes an event for so long turns the liveness probe red",
+    )
     add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
     add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
     add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
@@ -79,7 +87,10 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     all_namespaces = values.all_namespaces or environment.get("REPRISE_OPERATOR_ALL_NAMESPACES", "").lower() == "true"
     if bool(values.namespace) == all_namespaces:
         run.error("say which namespaces to serve: either --namespace NAME or --all-namespaces")
-    for name in ("workers", "resync_seconds", "scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"):
+    for name in (
+        *("workers", "resync_seconds", "scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"),
+        *("watch_inactivity_seconds", "watch_patience_seconds"),
+    ):
         if getattr(values, name) <= 0:
             run.error(f"--{name.replace('_', '-')} is {getattr(values, name)}; it must be above 0")
     for name, choices in (("log_format", ("json", "text")), ("log_level", ("debug", "info", "warning", "error"))):
@@ -99,6 +110,8 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             scrape_timeout_seconds=values.scrape_timeout_seconds,
             hit_rate_window_seconds=values.hit_rate_window_seconds,
             status_min_interval_seconds=values.status_min_interval_seconds,
+            watch_inactivity_seconds=values.watch_inactivity_seconds,
+            watch_patience_seconds=values.watch_patience_seconds,
             metrics_port=values.metrics_port,
             health_port=values.health_port,
         ),
@@ -107,29 +120,3 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         log_format=values.log_format,
         log_level=values.log_level,
     )
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the traceback where there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": datetime.fromtimestamp(record.created, tz=UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def configure_logging(options: Options) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if options.log_format == "json" else text)
-    logging.basicConfig(level=options.log_level.upper(), handlers=[handler], force=True)
-    if options.log_level != "debug":
-        # kopf tells of every object it sees, aiohttp of every probe.
-        for name in ("kopf.objects", "aiohttp.access"):
-            logging.getLogger(name).setLevel(logging.WARNING)

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +24,12 @@ from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan, plan
+from reprise_operator.recall import Recall
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, identity_of, parse
 from reprise_operator.status import build_status
-from reprise_operator.watch import WatchHealth
+from reprise_operator.watch import WatchHealth, watched_objects
 from reprise_operator.workqueue import Retry
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class Reconciler:
     settings: Settings
     metrics: OperatorMetrics
     health: WatchHealth
+    recall: Recall | None = None
+    """None reads everything in each pass; with one, events must spoil what is remembered."""
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
 
@@ -65,7 +69,8 @@ class Reconciler:
         """The work queue's handler: `reconcile`, its faults turned into a retry, both counted."""
         with self.metrics.reconcile_seconds.time():
             try:
-                pause = await self.reconcile(key)
+                with nullcontext() if self.recall is None else self.recall.passing(key):
+                    pause = await self.reconcile(key)
             except ClusterError as error:
                 self.metrics.reconciles.labels("retry").inc()
                 raise Retry(f"{error.fault.value}: {error.message}", after=error.retry_after) from error
@@ -87,7 +92,7 @@ class Reconciler:
         if body is None or "deletionTimestamp" in body["metadata"]:
             self._forget(key)  # the garbage collector ends the children: they carry our owner reference
             return None
-        self.health.read(key, body["metadata"].get("resourceVersion"), now=self.clock())
+        self.health.read(key, body["metadata"].get("resourceVersion"))
         identity = identity_of(body)
         memory = self._recall(key, identity)
 
@@ -120,7 +125,9 @@ class Reconciler:
             selector={OWNER_UID_LABEL: identity.uid},
             planned=[(key.kind, key.name) for key in map(key_of, wanted.children if wanted else ())],
         )
-        pods = [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
+        pod_bodies = await self.cluster.pods(namespace, labels)
+        self.health.read_all(Key(namespace, identity.name), watched_objects(children, pod_bodies))
+        pods = [observed_pod(body) for body in pod_bodies]
         uids = frozenset(pod.uid for pod in pods)
         self.scraper.forget(memory.pods - uids)
         memory.pods = uids
@@ -225,6 +232,7 @@ class Reconciler:
             now=observed.at,
             settings=self.settings,
         )
+        self.metrics.served.tell(body["metadata"]["namespace"], body["metadata"]["name"], wanted)
         if await self.cluster.patch_status(body, wanted) is None:
             return
         self.metrics.writes.labels("InferenceService", "status").inc()
@@ -255,7 +263,11 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         """The service is gone."""
         self._drop(key)
+        self.metrics.served.forget(key.namespace, key.name)
         self.health.forget(key)
+        self.health.read_all(key, ())
+        if self.recall is not None:
+            self.recall.spoil(key)
 
     def _drop(self, key: Key) -> None:
         memory = self._memories.pop(key, None)

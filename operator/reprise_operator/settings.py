@@ -29,5 +29,9 @@ class Settings:
     hit_rate_window_seconds: float = 300.0
     status_min_interval_seconds: float = 60.0
     """Cache figures of one service are written at most this often (conditions are written at once)."""
+    watch_inactivity_seconds: float = 70.0
+    """A watch's stream that brings nothing for so long is opened anew; the API server's bookmarks come each minute."""
+    watch_patience_seconds: float = 120.0
+    """A watch that owes an event for so long is dead, and the liveness probe says so."""
     metrics_port: int = 8080
     health_port: int = 8081

@@ -45,8 +45,12 @@ class Engine:
     queries: int = 0
     hits: int = 0
     port: int = 0
+    instead: bytes | None = None
+    """Answered in the place of the figures."""
 
     async def metrics(self, _: web.Request) -> web.Response:
+        if self.instead is not None:
+            return web.Response(body=self.instead, content_type="text/plain")
         labels = 'enable_prefix_caching="True",gpu_memory_utilization="0.9",block_size="16",num_gpu_blocks="600"'
         return web.Response(
             text=f"vllm:prefix_cache_queries_total {self.queries}\n"
