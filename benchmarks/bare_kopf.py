@@ -1,5 +1,6 @@
-"""The least that kopf handlers can do for an InferenceService: its Deployment and its Service are created, and one field
-of the spec is handed on. No status, no drift repair, no server-side apply, no lease. What the operator is measured beside.
+"""The least that kopf handlers can do for an InferenceService: its Deployment and its Service are created, and one
+field of the spec is handed on. No status, no drift repair, no server-side apply, no lease. The operator is measured
+beside it.
 
     python -m kopf run --all-namespaces --standalone benchmarks/bare_kopf.py
 """
@@ -57,9 +58,7 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 @kopf.on.create(GROUP, PLURAL)
-async def create(
-    body: kopf.Body, spec: kopf.Spec, name: str, namespace: str, memo: kopf.Memo, **_: Any
-) -> None:
+async def create(body: kopf.Body, spec: kopf.Spec, name: str, namespace: str, memo: kopf.Memo, **_: Any) -> None:
     deployment, service = children(name, spec)
     for child in (deployment, service):
         kopf.adopt(child, owner=body)

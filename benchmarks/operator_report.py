@@ -39,14 +39,16 @@ _TRAFFIC: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def page(found: Sequence[Mapping[str, Any]], traffic: Mapping[str, Any] | None, *, machine: Mapping[str, str], at: datetime) -> str:
+def page(
+    found: Sequence[Mapping[str, Any]], traffic: Mapping[str, Any] | None, *, machine: Mapping[str, str], at: datetime
+) -> str:
     """The whole of OPERATOR.md."""
     services = found[0]["services"]
     lines = [
         "# The operator at scale",
         "",
-        f"{services:,} InferenceServices on a real kube-apiserver, written by `make bench-operator` on {at:%Y-%m-%d}; what is",
-        "measured and how is in [README.md](README.md#the-operator). Both systems in one run, one after the other.",
+        f"{services:,} InferenceServices on a real kube-apiserver, by `make bench-operator` on {at:%Y-%m-%d}; what is",
+        "measured, and how, is in [README.md](README.md#the-operator). Both systems in one run, one after the other.",
         "",
         "| | " + " | ".join(figures["system"] for figures in found) + " |",
         "|---|" + "---|" * len(found),
@@ -75,7 +77,12 @@ def write_report(
     now = datetime.now(UTC)
     report, results = (FOLDER, FOLDER / "results") if for_good else (SMOKE, SMOKE)
     results.mkdir(parents=True, exist_ok=True)
-    record = {"at": now.isoformat(timespec="seconds"), "machine": dict(machine), "systems": list(found), "traffic": traffic}
+    record = {
+        "at": now.isoformat(timespec="seconds"),
+        "machine": dict(machine),
+        "systems": list(found),
+        "traffic": traffic,
+    }
     (results / "operator.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (report / "OPERATOR.md").write_text(page(found, traffic, machine=machine, at=now), encoding="utf-8")
     print(f"written: {report / 'OPERATOR.md'}", flush=True)

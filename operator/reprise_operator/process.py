@@ -74,9 +74,7 @@ class Operator:
             health=self.health,
             recall=self.recall,
         )
-        self.queue: WorkQueue[Key] = WorkQueue(
-            handler=self.reconciler, workers=settings.workers, context=about_key
-        )
+        self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers, context=about_key)
         self.waker = Waker(self._wake, health=self.health, metrics=metrics)
         self.ready = False
         self.leadership: Leadership | None = None

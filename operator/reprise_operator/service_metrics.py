@@ -19,7 +19,11 @@ _LABELS = ("service_namespace", "service_name")
 _FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ready_replicas", "Pods that are ready.", ("readyReplicas",)),
     ("replicas", "Pods that there are.", ("replicas",)),
-    ("hit_rate_percent", "Prompt tokens found in the prefix cache, over the window.", ("prefixCache", "hitRatePercent")),
+    (
+        "hit_rate_percent",
+        "Prompt tokens found in the cache, over the window.",
+        ("prefixCache", "hitRatePercent"),
+    ),
     ("memory_utilization", "Share of the device's memory the engine is told to use.", ("memory", "effective")),
     ("memory_steps", "Steps by which running out of device memory has lowered that share.", ("memory", "steps")),
 )

@@ -34,9 +34,7 @@ class _Missing(NamedTuple):
 class WatchHealth:
     """Of every watched kind. `clock` gives seconds and must not jump: patience is measured by it."""
 
-    def __init__(
-        self, *, dead_after: float = DEAD_AFTER_SECONDS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, dead_after: float = DEAD_AFTER_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._dead_after = dead_after
         self._clock = clock
         self._delivered: dict[_Place, int] = {}

@@ -1,4 +1,4 @@
-"""docs/operations says what the operator says: every reason, and no other; flags, values, metrics and files that exist."""
+"""docs/operations says what the operator says: every reason, and no other; values, metrics and files that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trees for Argo CD and Flux hang together: paths exist, values fit the chart, each thing waits for what it needs."""
+"""The trees for Argo CD and Flux hang together: paths exist, values fit the chart, each waits for what it needs."""
 
 from __future__ import annotations
 

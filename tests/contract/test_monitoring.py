@@ -26,7 +26,8 @@ TROUBLE = PROJECT / "docs" / "operations" / "troubleshooting.md"
 # Labels that Prometheus gives every series of a pod it scrapes.
 TARGET_LABELS = frozenset({"namespace", "pod"})
 WORDS = frozenset(
-    "absent and by count histogram_quantile max min_over_time or offset rate sum time vector label_values".split()
+    {"absent", "and", "by", "count", "histogram_quantile", "label_values", "max", "min_over_time", "or", "rate", "sum"}
+    | {"time", "vector"}
 )
 
 

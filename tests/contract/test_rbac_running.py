@@ -126,8 +126,8 @@ def test_the_chart_grants_what_a_life_takes_and_no_more(kubectl: Kubectl, tmp_pa
     assert needed <= granted, "asked for, and answered by somebody else's rights"
     unused = granted - needed
     assert unused <= set(RARELY), (
-        f"granted and never used: {sorted(unused - set(RARELY))}. Add a chapter to tests/support/life_story.py that needs "
-        "it, or take it out of kinds.py and the chart"
+        f"granted and never used: {sorted(unused - set(RARELY))}. Add a chapter to tests/support/life_story.py that "
+        "needs it, or take it out of kinds.py and the chart"
     )
     assert set(RARELY) <= granted, f"no longer granted: {sorted(set(RARELY) - granted)}"
 
@@ -160,8 +160,9 @@ def test_a_right_that_is_taken_away_is_missed(kubectl: Kubectl, tmp_path: Path) 
 
                 def stalled() -> str | None:
                     status = (kubectl.get("inferenceservice", "plain") or {}).get("status") or {}
-                    found = [c for c in status.get("conditions") or () if (c["type"], c["status"]) == ("Stalled", "True")]
-                    return found[0]["message"] if found else None
+                    conditions = {item["type"]: item for item in status.get("conditions") or ()}
+                    found = conditions.get("Stalled", {})
+                    return found["message"] if found.get("status") == "True" else None
 
                 message = eventually(stalled, "the status says so")
                 operator.stop()

@@ -202,7 +202,7 @@ def restartable() -> Iterator[ApiServer]:
 
 
 def test_an_api_server_that_goes_and_comes_back(restartable: ApiServer, tmp_path: Path) -> None:
-    """Without a lease, whose deadline a slow machine's start may pass: the same process goes on, and its watches too."""
+    """Without a lease, whose deadline a slow start may pass: the same process goes on, and its watches too."""
     kubectl = Kubectl(kubeconfig=restartable.kubeconfig_path)
     arguments = ("-n", "default")
     assert restartable.restart is not None

@@ -7,14 +7,16 @@ import pytest
 from tests.operator.reconcile_bench import Bench
 
 GARBAGE = {
-    "half a page": b"vllm:prefix_cache_queries_total{model_name=\"a",
+    "half a page": b'vllm:prefix_cache_queries_total{model_name="a',
     "not text": bytes(range(256)) * 64,
     "no number": b"vllm:prefix_cache_queries_total many\nvllm:prefix_cache_hits_total 1\n",
     "nothing": b"",
     "somebody else's": b"<html><body>404 page not found</body></html>",
-    "not a number": b"vllm:prefix_cache_queries_total NaN\nvllm:prefix_cache_hits_total NaN\nvllm:kv_cache_usage_perc NaN\n"
+    "not a number": b"vllm:prefix_cache_queries_total NaN\nvllm:prefix_cache_hits_total NaN\n"
+    b"vllm:kv_cache_usage_perc NaN\n"
     b'vllm:cache_config_info{enable_prefix_caching="True",num_gpu_blocks="many",block_size="-1"} 1\n',
-    "endless": b"vllm:prefix_cache_queries_total +Inf\nvllm:prefix_cache_hits_total +Inf\nvllm:kv_cache_usage_perc +Inf\n"
+    "endless": b"vllm:prefix_cache_queries_total +Inf\nvllm:prefix_cache_hits_total +Inf\n"
+    b"vllm:kv_cache_usage_perc +Inf\n"
     b'vllm:cache_config_info{enable_prefix_caching="True"} 1\n',
     "going down": b"vllm:prefix_cache_queries_total -7\nvllm:prefix_cache_hits_total -9\n"
     b'vllm:cache_config_info{enable_prefix_caching="True"} 1\n',

@@ -20,10 +20,13 @@ SIDES = pytest.mark.parametrize("side", ["client", "server"])
 Manifest = dict[str, Any]
 
 
+def manifests(path: Path) -> list[Manifest]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
 def services(path: Path) -> list[str]:
     """Names of the InferenceServices in a file of manifests."""
-    documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
-    return [d["metadata"]["name"] for d in documents if d["kind"] == "InferenceService"]
+    return [found["metadata"]["name"] for found in manifests(path) if found["kind"] == "InferenceService"]
 
 
 FILES = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if services(path)]
@@ -76,7 +79,9 @@ def make_ready(bench: Bench) -> None:
         phase="Running",
         podIP="127.0.0.1",
         podIPs=[{"ip": "127.0.0.1"}],
-        conditions=[{"type": kind, "status": "True", "lastTransitionTime": since} for kind in ("Ready", "PodScheduled")],
+        conditions=[
+            {"type": kind, "status": "True", "lastTransitionTime": since} for kind in ("Ready", "PodScheduled")
+        ],
     )
 
 
@@ -95,8 +100,7 @@ async def test_the_folder_of_examples(bench: Bench, side: str) -> None:
 @SIDES
 async def test_services_in_folders_below(bench: Bench, path: Path, side: str) -> None:
     """The trees of Argo CD and Flux hold services too; the namespace is the test's."""
-    documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
-    documents = [document for document in documents if document["kind"] != "Namespace"]
+    documents = [document for document in manifests(path) if document["kind"] != "Namespace"]
     for document in documents:
         document["metadata"].pop("namespace", None)
     text = yaml.safe_dump_all(documents)

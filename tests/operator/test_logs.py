@@ -85,8 +85,10 @@ async def test_every_line_of_a_pass_names_its_object_also_when_passes_overlap(li
     for name in "abc":
         queue.add(Key("llm", name))
     await asyncio.wait_for(done.wait(), 5)
-    while len(entries(lines)) < 11:
+    for _ in range(500):
         await asyncio.sleep(0.01)
+        if len(entries(lines)) >= 11:
+            break
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     found = entries(lines)

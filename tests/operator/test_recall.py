@@ -103,10 +103,15 @@ async def test_a_write_makes_the_next_pass_ask(server: Served) -> None:
 async def test_an_error_makes_the_next_pass_ask(server: Served) -> None:
     served, api = server
     recall = Recall(max_age=300)
-    with pytest.raises(ClusterError), recall.passing(KEY):
-        await api.get(DEPLOYMENTS, "llm", "qwen")
-        served.status = 500
-        await api.list(PODS, "llm", {"a": "b"})
+
+    async def broken_off() -> None:
+        with recall.passing(KEY):
+            await api.get(DEPLOYMENTS, "llm", "qwen")
+            served.status = 500
+            await api.list(PODS, "llm", {"a": "b"})
+
+    with pytest.raises(ClusterError):
+        await broken_off()
     served.status = 200
     with recall.passing(KEY):
         await api.get(DEPLOYMENTS, "llm", "qwen")

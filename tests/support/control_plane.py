@@ -37,8 +37,7 @@ class ControlPlane:
     """As the server says it: v1.36.2."""
     has_controller_manager: bool
     restart_api_server: Callable[[float], None]
-    """Kills kube-apiserver, as a node that dies does, starts it again after so many seconds and waits until it is ready;
-    etcd and the controllers stay."""
+    """Kills kube-apiserver, starts it again after so many seconds and waits until it is ready; the others stay."""
 
 
 @contextlib.contextmanager
@@ -116,16 +115,13 @@ def running_control_plane(
                 )
             )
 
-
         def restart(away: float) -> None:
             apiserver.kill()
             time.sleep(away)
             apiserver.start()
             _wait_ready(url, token, certs / "apiserver.crt", [etcd, apiserver])
 
-        yield ControlPlane(
-            url, kubeconfig, _version(url, token, certs), assets.controller_manager is not None, restart
-        )
+        yield ControlPlane(url, kubeconfig, _version(url, token, certs), assets.controller_manager is not None, restart)
 
 
 def free_ports(count: int) -> list[int]:

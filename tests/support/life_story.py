@@ -1,7 +1,7 @@
 """The life of InferenceServices as their users lead it, chapter by chapter: what an operator must be allowed to do.
 
-Written for tests that watch what the operator sends meanwhile. A chapter asks for something by kubectl and waits for what
-users see; it neither knows nor says which requests that takes. A new kind of child needs a chapter that makes one.
+Written for tests that watch what the operator sends meanwhile. A chapter asks for something by kubectl and waits for
+what users see; it neither knows nor says which requests that takes. A new kind of child needs a chapter that makes one.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 
 import aiohttp
 import yaml
@@ -117,6 +118,14 @@ class RequestRecorder:
             rule = self._rule
         return None if rule is None else rule(request)
 
+    async def passage(self, request: Request, *, closed_by: UnionType | type = Hang) -> Interference | None:
+        """Waits until no interference of that kind is in the way; the one there is then."""
+        while True:
+            found = self.interference(request)
+            if not isinstance(found, closed_by) or (isinstance(found, Hang) and not found.on):
+                return found
+            await asyncio.sleep(0.05)  # the rule is asked again: it knows when it is over, and tells nobody
+
 
 def recording(kubeconfig: Path, *, folder: Path) -> AbstractContextManager[RequestRecorder]:
     """A recorder in front of the API server that `kubeconfig` names; writes the client's kubeconfig into `folder`."""
@@ -133,8 +142,7 @@ async def _serve(credentials: Credentials, folder: Path) -> AsyncIterator[Reques
         async def forward(request: web.Request) -> web.StreamResponse:
             asked = Request(method=request.method, path=request.path, query=request.query_string)
             recorder.record(asked)
-            while isinstance(interference := recorder.interference(asked), Hang):
-                await asyncio.sleep(0.05)
+            interference = await recorder.passage(asked)
             if isinstance(interference, Answer):
                 recorder.answered(asked, interference.status)
                 return _refusal(interference)
@@ -195,15 +203,13 @@ async def _stream(
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            while isinstance(interference := recorder.interference(asked), Hang):
-                await asyncio.sleep(0.05)
+            interference = await recorder.passage(asked)
             if isinstance(interference, Silent):
                 continue
             if isinstance(interference, Deaf) and json.loads(line)["type"] != "BOOKMARK":
                 continue
             await response.write(line + b"\n")
-    while isinstance(recorder.interference(asked), Hang | Silent):
-        await asyncio.sleep(0.05)  # its end does not come through either
+    await recorder.passage(asked, closed_by=Hang | Silent)  # its end does not come through either
 
 
 def _write_kubeconfig(path: Path, url: str) -> None:
