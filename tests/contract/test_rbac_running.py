@@ -8,8 +8,11 @@ tests/support/life_story.py that needs it.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import yaml
 
 from reprise_operator.kinds import ADMISSION_PERMISSIONS, Permission
+from reprise_operator.process import LEASE_NAME
 from tests.contract.test_chart import NAMESPACE, container, render
 from tests.contract.test_rbac import ACCOUNT, bound_roles
 from tests.operator.operator_process import Process, ended
@@ -24,7 +28,7 @@ from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.cluster import install_crd
 from tests.support.kube_assets import find_kube_assets
 from tests.support.kubectl import Kubectl, eventually, namespace
-from tests.support.life_story import Story, stand_ins
+from tests.support.life_story import Story, service, stand_ins
 from tests.support.request_recorder import Exchange, recording
 
 Verb = tuple[Permission, str]
@@ -64,12 +68,31 @@ def kubectl(server: ApiServer) -> Kubectl:
 
 def as_account(kubectl: Kubectl, folder: Path) -> Path:
     """A kubeconfig with a token of the chart's service account, and nobody else's rights."""
-    token = kubectl("create", "token", ACCOUNT, "--namespace", NAMESPACE).strip()
+    token = replace(kubectl, namespace=NAMESPACE)("create", "token", ACCOUNT).strip()
     config = yaml.safe_load(kubectl.kubeconfig.read_text())
     config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
     path = folder / "account.kubeconfig"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+@contextlib.contextmanager
+def applied(kubectl: Kubectl, manifests: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """What the chart renders but its Deployment, until the end."""
+    by_namespace: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for manifest in manifests:
+        if manifest["kind"] != "Deployment":
+            by_namespace[manifest["metadata"].get("namespace", NAMESPACE)].append(manifest)
+    texts = {name: yaml.safe_dump_all(found) for name, found in by_namespace.items()}
+    for name, text in texts.items():
+        replace(kubectl, namespace=name)("apply", "--server-side", "-f", "-", stdin=text)
+    eventually(lambda: replace(kubectl, namespace=NAMESPACE).get("serviceaccount", ACCOUNT), "the account")
+    try:
+        yield
+    finally:
+        for name, text in texts.items():
+            replace(kubectl, namespace=name)("delete", "-f", "-", stdin=text)
+        replace(kubectl, namespace=NAMESPACE).delete("lease", LEASE_NAME)  # the next one is to make its own
 
 
 def used(exchanges: Iterable[Exchange]) -> set[Verb]:
@@ -106,20 +129,14 @@ def test_the_chart_grants_what_a_life_takes_and_no_more(kubectl: Kubectl, tmp_pa
     values = {"watchNamespace": kubectl.namespace} if namespaced else {}
     manifests = render(values)
     roles = bound_roles(manifests)
-    text = yaml.safe_dump_all([manifest for manifest in manifests if manifest["kind"] != "Deployment"])
-    kubectl("apply", "--server-side", "-f", "-", stdin=text)
-    eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
-    try:
-        with recording(as_account(kubectl, tmp_path), folder=tmp_path) as wire:
-            arguments = [argument for argument in container(values)["args"] if argument != "run"]
-            log = tmp_path / "operator.log"
-            with ended(Process(wire.kubeconfig, log, *arguments, "--scrape-seconds=3")) as operator:
-                operator.wait_leading()
-                Story(kubectl=kubectl).tell()
-                assert operator.stop() < 10
-                exchanges = wire.exchanges()
-    finally:
-        kubectl("delete", "-f", "-", stdin=text)
+    log = tmp_path / "operator.log"
+    with applied(kubectl, manifests), recording(as_account(kubectl, tmp_path), folder=tmp_path) as wire:
+        arguments = [argument for argument in container(values)["args"] if argument != "run"]
+        with ended(Process(wire.kubeconfig, log, *arguments, "--scrape-seconds=3")) as operator:
+            operator.wait_leading()
+            Story(kubectl=kubectl).tell()
+            assert operator.stop() < 10
+            exchanges = wire.exchanges()
     assert [exchange for exchange in exchanges if exchange.status in (401, 403)] == []
     assert '"level": "error"' not in log.read_text()
     granted, needed = flat(roles), used(exchanges)
@@ -139,35 +156,21 @@ def test_a_right_that_is_taken_away_is_missed(kubectl: Kubectl, tmp_path: Path) 
     role = next(m for m in manifests if m["kind"] == "Role" and m["metadata"]["namespace"] == kubectl.namespace)
     rule = next(rule for rule in role["rules"] if rule["resources"] == ["services"])
     rule["verbs"].remove("patch")
-    text = yaml.safe_dump_all([manifest for manifest in manifests if manifest["kind"] != "Deployment"])
-    kubectl("apply", "--server-side", "-f", "-", stdin=text)
-    try:
-        with recording(as_account(kubectl, tmp_path), folder=tmp_path) as wire:
-            arguments = [argument for argument in container(values)["args"] if argument != "run"]
-            with ended(Process(wire.kubeconfig, tmp_path / "operator.log", *arguments)) as operator:
-                operator.wait_leading()
-                kubectl.apply(
-                    {
-                        "apiVersion": "serving.reprise.io/v1alpha1",
-                        "kind": "InferenceService",
-                        "metadata": {"name": "plain"},
-                        "spec": {"model": {"uri": "hostpath:///m"}, "accelerator": {"profile": "cpu"}},
-                    }
-                )
-                refused = eventually(
-                    lambda: [exchange for exchange in wire.exchanges() if exchange.status == 403], "a refusal"
-                )
+    with applied(kubectl, manifests), recording(as_account(kubectl, tmp_path), folder=tmp_path) as wire:
+        arguments = [argument for argument in container(values)["args"] if argument != "run"]
+        with ended(Process(wire.kubeconfig, tmp_path / "operator.log", *arguments)) as operator:
+            operator.wait_leading()
+            kubectl.apply(service("plain", {}))
+            refused = eventually(lambda: [e for e in wire.exchanges() if e.status == 403], "a refusal")
 
-                def stalled() -> str | None:
-                    status = (kubectl.get("inferenceservice", "plain") or {}).get("status") or {}
-                    conditions = {item["type"]: item for item in status.get("conditions") or ()}
-                    found = conditions.get("Stalled", {})
-                    return found["message"] if found.get("status") == "True" else None
+            def stalled() -> str | None:
+                status = (kubectl.get("inferenceservice", "plain") or {}).get("status") or {}
+                conditions = {item["type"]: item for item in status.get("conditions") or ()}
+                found = conditions.get("Stalled", {})
+                return found["message"] if found.get("status") == "True" else None
 
-                message = eventually(stalled, "the status says so")
-                operator.stop()
-    finally:
+            message = eventually(stalled, "the status says so")
+            operator.stop()
         kubectl.delete("inferenceservice", "plain")
-        kubectl("delete", "-f", "-", stdin=text)
     assert used(refused) == {(("", "services"), "patch")}
     assert 'cannot patch resource "services"' in message
