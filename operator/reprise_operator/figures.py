@@ -103,7 +103,8 @@ def _is_news(fresh: Mapping[str, Any], previous: Mapping[str, Any], *, now: floa
         return True
     if fresh.get("hitRatePercent") == previous.get("hitRatePercent"):
         return False
-    return bool(previous["observedAt"] <= timestamp(now - settings.status_min_interval_seconds))
+    # One of the future was written before the clock was set back.
+    return not timestamp(now - settings.status_min_interval_seconds) < previous["observedAt"] <= timestamp(now)
 
 
 def _pods(figures: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -63,26 +63,30 @@ class HitRateWindow:
         """Take in the newest scrape of each pod. A scrape already seen, or without counters, changes nothing."""
         latest = dict(self.latest)
         deltas = list(self.deltas)
-        newest = max((sample.at for sample in latest.values()), default=self.started_at)
+        newest: float | None = None
         seen = set()
         for pod in pods:
             seen.add(pod.uid)
             sample = _sample(pod)
             if sample is None:
                 continue
-            newest = max(newest, sample.at)
+            newest = sample.at if newest is None else max(newest, sample.at)
             before = latest.get(pod.uid) or self._baseline(pod, sample)
-            if sample.at <= before.at and pod.uid in latest:
+            if sample.at == before.at and pod.uid in latest:
                 continue
             latest[pod.uid] = sample
             delta = _difference(pod.uid, before, sample)
             if delta.queries > 0:
                 deltas.append(delta)
+        if newest is None:
+            newest = max((sample.at for sample in latest.values()), default=self.started_at)
         return HitRateWindow(
             seconds=self.seconds,
-            started_at=self.started_at,
+            # A clock that was set back before the start would keep the window from filling.
+            started_at=newest if newest < self.started_at - self.seconds else self.started_at,
             latest={uid: sample for uid, sample in latest.items() if uid in seen},
-            deltas=tuple(delta for delta in deltas if delta.at > newest - self.seconds),
+            # The same clock leaves differences of the future, which would not grow old.
+            deltas=tuple(delta for delta in deltas if abs(newest - delta.at) < self.seconds),
         )
 
     def figures(self, now: float, *, pod_uid: str | None = None) -> HitFigures:

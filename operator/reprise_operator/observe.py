@@ -6,6 +6,7 @@ Reads both engines, ours and vllm-ascend: the metric names are vLLM's, and `repr
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -151,7 +152,9 @@ def parse_metrics(text: str, *, scraped_at: float) -> EngineMetrics:
     Raises ValueError when a needed line is no valid exposition.
     """
     needed = "\n".join(line for line in text.splitlines() if line.startswith(_NEEDED)) + "\n"
-    samples = [sample for family in text_string_to_metric_families(needed) for sample in family.samples]
+    found = (sample for family in text_string_to_metric_families(needed) for sample in family.samples)
+    # NaN, infinity and less than nothing are valid in an exposition, and no figure of ours.
+    samples = [sample for sample in found if math.isfinite(sample.value) and sample.value >= 0]
     config = _labels(samples, CACHE_CONFIG)
     engine = _labels(samples, ENGINE_INFO)
     usages = [sample.value for sample in samples if sample.name == USAGE]
@@ -194,6 +197,7 @@ def _integer(text: str | None) -> int | None:
 class _Scrape:
     metrics: EngineMetrics | None
     error: str | None
+    at: float
     next_at: float
 
 
@@ -237,7 +241,8 @@ class Scraper:
 
     def _is_due(self, pod: ObservedPod, now: float) -> bool:
         last = self._last.get(pod.uid)
-        return last is None or now >= last.next_at
+        # A clock that was set back would keep a scrape from being due for as long as it went back.
+        return last is None or now >= last.next_at or now < last.at
 
     def _with_figures(self, pod: ObservedPod) -> ObservedPod:
         last = self._last.get(pod.uid)
@@ -253,9 +258,11 @@ class Scraper:
                 metrics = parse_metrics(text, scraped_at=now)
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
             detail = str(error) or type(error).__name__
-            return _Scrape(metrics=None, error=detail, next_at=self._clock() + FAILURE_RETRY_SECONDS)
+            now = self._clock()
+            return _Scrape(metrics=None, error=detail, at=now, next_at=now + FAILURE_RETRY_SECONDS)
         # Early rather than late: a reconcile that comes each `interval` seconds must find its pods due.
-        return _Scrape(metrics=metrics, error=None, next_at=now + self._interval * (0.8 + 0.1 * self._random_unit()))
+        next_at = now + self._interval * (0.8 + 0.1 * self._random_unit())
+        return _Scrape(metrics=metrics, error=None, at=now, next_at=next_at)
 
     async def _fetch(self, ip: str) -> str:
         host = f"[{ip}]" if ":" in ip else ip
