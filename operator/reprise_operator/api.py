@@ -133,10 +133,15 @@ class Api:
         return answer
 
     async def list(
-        self, resource: ResourceType, namespace: str | None, selector: Mapping[str, str] | None = None
+        self,
+        resource: ResourceType,
+        namespace: str | None,
+        selector: Mapping[str, str] | None = None,
+        *,
+        accept: str = "application/json",
     ) -> tuple[Body, ...]:
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
-        memo, asked = memo_for(resource), ("list", resource.plural, namespace, label_selector)
+        memo, asked = memo_for(resource), ("list", resource.plural, namespace, label_selector, accept)
         if memo is not None and asked in memo:
             known: tuple[Body, ...] = memo[asked]
             return known
@@ -151,6 +156,7 @@ class Api:
                     label_selector=label_selector,
                     limit=PAGE_SIZE,
                     _continue=continuation,
+                    header_params={"Accept": accept},
                 )
             except ClusterError as error:
                 if error.fault is Fault.GONE and continuation is not None:

@@ -21,9 +21,6 @@ PAGES = sorted(FOLDER.glob("*.md"))
 PACKAGE = ROOT / "operator" / "reprise_operator"
 CAMEL = re.compile(r"^[A-Z][a-z]+([A-Z][a-z]+)*$")
 
-EVENTS_ONLY = frozenset({"Created", "Updated", "Deleted", "DriftRepaired"})
-"""Reasons of events that are no conditions'."""
-
 
 def constants(node: ast.expr | None) -> Iterator[str]:
     """Strings that an expression may be: itself, or either branch of a choice."""
@@ -35,19 +32,24 @@ def constants(node: ast.expr | None) -> Iterator[str]:
 
 
 def reasons_of(tree: ast.AST) -> Iterator[str]:
-    """`reason=…` of any call; the first argument of _stalled and SpecError, the second of figures.condition; and the
-    first of a pair whose second is a compiled pattern (the engine's last words)."""
+    """`reason=…` of any call but of a ContainerFailure (the kubelet's) and a Happening (an event's); the first argument
+    of _stalled and SpecError, the second of figures.condition; the first of a pair whose second is a compiled pattern
+    (the engine's last words); and the members of a StrEnum."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            for keyword in node.keywords:
-                if keyword.arg == "reason":
-                    yield from constants(keyword.value)
             name = node.func.id if isinstance(node.func, ast.Name) else ""
+            for keyword in node.keywords:
+                if keyword.arg == "reason" and name not in ("ContainerFailure", "Happening"):
+                    yield from constants(keyword.value)
             place = {"_stalled": 0, "SpecError": 0, "condition": 1}.get(name)
             if place is not None and len(node.args) > place:
                 yield from constants(node.args[place])
         elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and "re.compile" in ast.unparse(node.elts[1]):
             yield from constants(node.elts[0])
+        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "StrEnum" for base in node.bases):
+            for member in node.body:
+                if isinstance(member, ast.Assign):
+                    yield from constants(member.value)
 
 
 def reasons_of_the_code() -> set[str]:
@@ -56,7 +58,7 @@ def reasons_of_the_code() -> set[str]:
     status = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
     defaults = status["properties"]["conditions"].get("default") or status.get("default", {}).get("conditions") or ()
     found |= {condition["reason"] for condition in defaults}
-    return {reason for reason in found if CAMEL.match(reason)} - EVENTS_ONLY
+    return {reason for reason in found if CAMEL.match(reason)}
 
 
 def reasons_of_the_page() -> list[str]:
