@@ -157,7 +157,7 @@ def test_the_network_policy_lets_through_what_the_operator_needs() -> None:
     pod = planned().deployment["spec"]["template"]["metadata"]["labels"]
     assert peer["podSelector"]["matchLabels"].items() <= pod.items()
     assert peer["namespaceSelector"] == {}
-    narrow = {
+    narrow: dict[str, Any] = {
         "watchNamespace": "models",
         "networkPolicy": {
             "enabled": True,

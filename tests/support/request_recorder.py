@@ -181,6 +181,8 @@ async def _serve(credentials: Credentials, folder: Path) -> AsyncIterator[Reques
             yield recorder
         finally:
             await runner.cleanup()
+            await asyncio.sleep(0.1)  # handlers that were cancelled let go of their connections
+    await asyncio.sleep(0.25)  # TLS takes some turns of the loop to close, and the loop ends with us
 
 
 def _refusal(answer: Answer) -> web.Response:
