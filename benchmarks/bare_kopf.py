@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import kopf
-from kubernetes.aio.client import ApiClient, AppsV1Api, Configuration, CoreV1Api
+from kubernetes.aio.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, V1Deployment, V1Service
 from kubernetes.aio.config import load_kube_config
 
 GROUP, PLURAL = "serving.reprise.io", "inferenceservices"
@@ -58,16 +58,16 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 @kopf.on.create(GROUP, PLURAL)
-async def create(body: kopf.Body, spec: kopf.Spec, name: str, namespace: str, memo: kopf.Memo, **_: Any) -> None:
+async def create(body: kopf.Body, spec: kopf.Spec, name: str, namespace: str | None, memo: Any, **_: Any) -> None:
     deployment, service = children(name, spec)
     for child in (deployment, service):
         kopf.adopt(child, owner=body)
-    await CoreV1Api(memo.api).create_namespaced_service(namespace, service)
-    await AppsV1Api(memo.api).create_namespaced_deployment(namespace, deployment)
+    await CoreV1Api(memo.api).create_namespaced_service(namespace, V1Service.model_validate(service))
+    await AppsV1Api(memo.api).create_namespaced_deployment(namespace, V1Deployment.model_validate(deployment))
 
 
 @kopf.on.update(GROUP, PLURAL, field="spec")
-async def update(spec: kopf.Spec, name: str, namespace: str, memo: kopf.Memo, **_: Any) -> None:
+async def update(spec: kopf.Spec, name: str, namespace: str | None, memo: Any, **_: Any) -> None:
     container = {"name": "engine", "args": args(spec)}
     change = {"spec": {"template": {"spec": {"containers": [container]}}}}
     await AppsV1Api(memo.api).patch_namespaced_deployment(

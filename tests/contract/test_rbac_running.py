@@ -107,8 +107,8 @@ def used(exchanges: Iterable[Exchange]) -> set[Verb]:
             rest = rest[2:]
         if not rest:
             continue  # discovery, which everybody may read
-        plural, name, subresource = (*rest, None, None)[:3]
-        permission = (group, plural if subresource is None else f"{plural}/{subresource}")
+        name = rest[1] if len(rest) > 1 else None
+        permission: Permission = (group, f"{rest[0]}/{rest[2]}" if len(rest) > 2 else rest[0])
         method = exchange.request.method
         if method == "GET" and name is None:
             verbs = ["watch" if exchange.request.is_watch else "list"]

@@ -199,7 +199,7 @@ def test_only_what_the_watches_select_is_expected_from_them() -> None:
         {"metadata": {"namespace": "llm", "name": "ours", "resourceVersion": "9", "labels": labels}},
         {"metadata": {"namespace": "llm", "name": "stripped", "resourceVersion": "9", "labels": {}}},
     ]
-    seen[1].body["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "me"  # type: ignore[index]
+    seen[1].body["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "me"
     assert list(watched_objects(seen, pods)) == [(SERVICES, ("llm", "qwen"), "7"), (PODS, ("llm", "ours"), "9")]
 
 
