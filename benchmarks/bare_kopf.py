@@ -62,8 +62,8 @@ async def create(body: kopf.Body, spec: kopf.Spec, name: str, namespace: str | N
     deployment, service = children(name, spec)
     for child in (deployment, service):
         kopf.adopt(child, owner=body)
-    await CoreV1Api(memo.api).create_namespaced_service(namespace, V1Service.model_validate(service))
-    await AppsV1Api(memo.api).create_namespaced_deployment(namespace, V1Deployment.model_validate(deployment))
+    await CoreV1Api(memo.api).create_namespaced_service(str(namespace), V1Service.model_validate(service))
+    await AppsV1Api(memo.api).create_namespaced_deployment(str(namespace), V1Deployment.model_validate(deployment))
 
 
 @kopf.on.update(GROUP, PLURAL, field="spec")
@@ -71,5 +71,5 @@ async def update(spec: kopf.Spec, name: str, namespace: str | None, memo: Any, *
     container = {"name": "engine", "args": args(spec)}
     change = {"spec": {"template": {"spec": {"containers": [container]}}}}
     await AppsV1Api(memo.api).patch_namespaced_deployment(
-        name, namespace, change, _content_type="application/strategic-merge-patch+json"
+        name, str(namespace), change, _content_type="application/strategic-merge-patch+json"
     )
