@@ -27,6 +27,7 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
 from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
+from reprise_operator.recall import memo_for, written
 
 Body = Mapping[str, Any]
 Answer = TypeVar("Answer")
@@ -118,12 +119,19 @@ class Api:
     async def get(
         self, resource: ResourceType, namespace: str, name: str, *, accept: str = "application/json"
     ) -> Body | None:
+        memo, asked = memo_for(resource), ("get", resource.plural, namespace, name, accept)
+        if memo is not None and asked in memo:
+            known: Body | None = memo[asked]
+            return known
+        answer: Body | None = None
         try:
-            return await self.request("get", resource, namespace, name, header_params={"Accept": accept})
+            answer = await self.request("get", resource, namespace, name, header_params={"Accept": accept})
         except ClusterError as error:
-            if error.fault is Fault.NOT_FOUND:
-                return None
-            raise
+            if error.fault is not Fault.NOT_FOUND:
+                raise
+        if memo is not None:
+            memo[asked] = answer
+        return answer
 
     async def list(
         self,
@@ -136,6 +144,10 @@ class Api:
     ) -> tuple[Body, ...]:
         field_selector = ",".join(f"{path}={value}" for path, value in sorted((fields or {}).items())) or None
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
+        memo, asked = memo_for(resource), ("list", resource.plural, namespace, label_selector, accept)
+        if memo is not None and asked in memo:
+            known: tuple[Body, ...] = memo[asked]
+            return known
         items: list[Body] = []
         continuation: str | None = None
         while True:
@@ -160,7 +172,10 @@ class Api:
             items.extend({**identity, **item} for item in page.get("items") or ())
             continuation = page["metadata"].get("continue") or None
             if continuation is None:
-                return tuple(items)
+                break
+        if memo is not None:
+            memo[asked] = tuple(items)
+        return tuple(items)
 
     async def request(
         self,
@@ -214,6 +229,8 @@ class Api:
         assert verb in allowed, f"kinds.PERMISSIONS lacks {verb} on {asked}"
         method = {"list": "get", "create": "post"}.get(verb, verb)
         outcome = "ok"
+        if verb not in ("get", "list"):
+            written()
         try:
             response = await self._dynamic.request(
                 method,

@@ -111,6 +111,12 @@ WATCH_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
 )
 """What kopf sends for the handlers in handlers.py."""
 
+WATCHED_TYPES = tuple(
+    resource
+    for resource in (INFERENCE_SERVICES, *CHILD_TYPES, PODS)
+    if (resource.group, resource.plural) in WATCH_PERMISSIONS
+)
+
 ADMISSION_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table({(GROUP, f"{PLURAL}/finalizers"): {"update"}})
 """Never sent, but asked for by the admission plugin OwnerReferencesPermissionEnforcement when a child's owner reference
 blocks the owner's deletion."""

@@ -28,9 +28,10 @@ CHECK_LABEL = f"{GROUP}/check-of"
 """On the pods of a check (children/check_job.py) instead of `NAME_LABEL`, which would bring them traffic."""
 PLAN_HASH_ANNOTATION = f"{GROUP}/plan-hash"
 """On every child: `digest` of the manifest it was applied from; status tells an applied spec from one still to come."""
-MANAGED_BY = {"app.kubernetes.io/managed-by": FIELD_MANAGER}
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGED_BY = {MANAGED_BY_LABEL: FIELD_MANAGER}
 """On every child and pod: what is ours, whoever's InferenceService it belongs to."""
-MANAGED_BY_SELECTOR = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
+MANAGED_BY_SELECTOR = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
 """Label selector for watches of children and pods."""
 
 _LABEL_VALUE = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$")

@@ -195,6 +195,7 @@ class _Scrape:
     metrics: EngineMetrics | None
     """Of the last attempt that succeeded."""
     error: str | None
+    at: float
     next_at: float
 
 
@@ -245,8 +246,8 @@ class Scraper:
 
     def _is_due(self, pod: ObservedPod, now: float) -> bool:
         last = self._last.get(pod.uid)
-        # Further away than it is ever put: the clock was set back.
-        return last is None or now >= last.next_at or last.next_at - now > self._interval + FAILURE_RETRY_SECONDS
+        # A clock that was set back would keep a scrape from being due for as long as it went back.
+        return last is None or now >= last.next_at or now < last.at
 
     def _with_figures(self, pod: ObservedPod, now: float) -> ObservedPod:
         last = self._last.get(pod.uid)
@@ -265,10 +266,13 @@ class Scraper:
                 metrics = _parsed(text, now)
         except _Unreadable as fault:
             last = self._last.get(pod.uid)
-            next_at = self._clock() + FAILURE_RETRY_SECONDS
-            return _Scrape(metrics=last.metrics if last else None, error=str(fault), next_at=next_at)
+            now = self._clock()
+            return _Scrape(
+                metrics=last.metrics if last else None, error=str(fault), at=now, next_at=now + FAILURE_RETRY_SECONDS
+            )
         # Early rather than late: a reconcile that comes each `interval` seconds must find its pods due.
-        return _Scrape(metrics=metrics, error=None, next_at=now + self._interval * (0.8 + 0.1 * self._random_unit()))
+        next_at = now + self._interval * (0.8 + 0.1 * self._random_unit())
+        return _Scrape(metrics=metrics, error=None, at=now, next_at=next_at)
 
     async def _fetch(self, ip: str) -> str:
         """Raises _Unreadable."""

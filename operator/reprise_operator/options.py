@@ -1,14 +1,10 @@
-"""The command line of the operator: flags and environment → Options. And its logs."""
+"""The command line of the operator: flags and environment → Options."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -92,6 +88,18 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         action="store_true",
         help="look for free NPUs on the nodes, to add a pod before one is taken; all namespaces only",
     )
+    add(
+        "--watch-inactivity-seconds",
+        defaults.watch_inactivity_seconds,
+        float,
+        "a watch that brings nothing, not even a bookmark, for so long is opened anew",
+    )
+    add(
+        "--watch-patience-seconds",
+        defaults.watch_patience_seconds,
+        float,
+        "a watch that owes an event for so long turns the liveness probe red",
+    )
     add("--host", ANY_ADDRESS, str, "address the two HTTP servers listen on")
     add("--metrics-port", defaults.metrics_port, int, "GET /metrics; 0 takes a free port")
     add("--health-port", defaults.health_port, int, "GET /healthz and /readyz; 0 takes a free port")
@@ -110,6 +118,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     for name in (
         *("workers", "resync_seconds", "discovery_seconds"),
         *("scrape_seconds", "scrape_concurrency", "scrape_timeout_seconds"),
+        *("watch_inactivity_seconds", "watch_patience_seconds"),
     ):
         if getattr(values, name) <= 0:
             run.error(f"--{name.replace('_', '-')} is {getattr(values, name)}; it must be above 0")
@@ -152,6 +161,8 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             status_min_interval_seconds=values.status_min_interval_seconds,
             prometheus_url=values.prometheus_url or None,
             read_nodes=read_nodes,
+            watch_inactivity_seconds=values.watch_inactivity_seconds,
+            watch_patience_seconds=values.watch_patience_seconds,
             metrics_port=values.metrics_port,
             health_port=values.health_port,
         ),
@@ -161,29 +172,3 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         log_format=values.log_format,
         log_level=values.log_level,
     )
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the traceback where there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": datetime.fromtimestamp(record.created, tz=UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def configure_logging(options: Options) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if options.log_format == "json" else text)
-    logging.basicConfig(level=options.log_level.upper(), handlers=[handler], force=True)
-    if options.log_level != "debug":
-        # kopf tells of every object it sees, aiohttp of every probe.
-        for name in ("kopf.objects", "aiohttp.access"):
-            logging.getLogger(name).setLevel(logging.WARNING)

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from reprise_operator.observe import Scraper, current_template_hash, observed_po
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.out_of_memory import memory_ends
 from reprise_operator.plan import Plan, plan
+from reprise_operator.recall import Recall
 from reprise_operator.references import ObjectRef, followed, rotated
 from reprise_operator.release import Release
 from reprise_operator.release_state import state_status
@@ -43,7 +45,7 @@ from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, parse
 from reprise_operator.status import build_status
 from reprise_operator.tuning import MemoryState, carried, lowered, memory_status
-from reprise_operator.watch import WatchHealth
+from reprise_operator.watch import WatchHealth, watched_objects
 from reprise_operator.workqueue import Retry
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,8 @@ class Reconciler:
     wake: Callable[[Key], None]
     """Asks for a pass of another service: one whose host names it has, or had."""
     directory: Directory = field(default_factory=Directory)
+    recall: Recall | None = None
+    """None reads everything in each pass; with one, events must spoil what is remembered."""
     clock: Callable[[], float] = time.time
     random_unit: Callable[[], float] = random.random
     references: ReferenceReader = field(default_factory=ReferenceReader)
@@ -96,7 +100,8 @@ class Reconciler:
         """The work queue's handler: `reconcile`, its faults turned into a retry, both counted."""
         with self.metrics.reconcile_seconds.time():
             try:
-                pause = await self.reconcile(key)
+                with nullcontext() if self.recall is None else self.recall.passing(key):
+                    pause = await self.reconcile(key)
             except ClusterError as error:
                 self.metrics.reconciles.labels("retry").inc()
                 raise Retry(f"{error.fault.value}: {error.message}", after=error.retry_after) from error
@@ -118,7 +123,7 @@ class Reconciler:
         if body is None or "deletionTimestamp" in body["metadata"]:
             self._forget(key)  # the garbage collector ends the children: they carry our owner reference
             return None
-        self.health.read(key, body["metadata"].get("resourceVersion"), now=self.clock())
+        self.health.read(key, body["metadata"].get("resourceVersion"))
         identity = identity_of(body)
         self.directory.learn(identity)
         memory = self._recall(key, identity)
@@ -180,9 +185,9 @@ class Reconciler:
             planned=[(key.kind, key.name) for key in map(key_of, wanted.children if wanted else ())],
             optional=self._optional_kinds(identity, wanted, memory),
         )
-        pods = await self.mounts.look(
-            self.cluster, namespace, [observed_pod(body) for body in await self.cluster.pods(namespace, labels)]
-        )
+        pod_bodies = await self.cluster.pods(namespace, labels)
+        self.health.read_all(Key(namespace, identity.name), watched_objects(children, pod_bodies))
+        pods = await self.mounts.look(self.cluster, namespace, [observed_pod(body) for body in pod_bodies])
         uids = frozenset(pod.uid for pod in pods)
         references = await self.references.read(self.cluster, namespace, wanted.references if wanted else ())
         # Of an object that is read whether it is there is known by that.
@@ -356,6 +361,7 @@ class Reconciler:
             settings=self.settings,
             release=release,
         )
+        self.metrics.served.tell(body["metadata"]["namespace"], body["metadata"]["name"], wanted)
         if await self.cluster.patch_status(body, wanted) is None:
             return
         self.metrics.writes.labels("InferenceService", "status").inc()
@@ -402,6 +408,10 @@ class Reconciler:
         self._claim(key, None)
         self.health.forget(key)
         self.directory.forget(key)
+        self.metrics.served.forget(key.namespace, key.name)
+        self.health.read_all(key, ())
+        if self.recall is not None:
+            self.recall.spoil(key)
 
     def _drop(self, key: Key) -> None:
         memory = self._memories.pop(key, None)

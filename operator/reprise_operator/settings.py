@@ -42,5 +42,9 @@ class Settings:
     read_nodes: bool = False
     """Whether nodes, and the pods of all namespaces, may be read to find free devices: then a change of an NPU service
     may add a pod before it takes one."""
+    watch_inactivity_seconds: float = 70.0
+    """A watch's stream that brings nothing for so long is opened anew; the API server's bookmarks come each minute."""
+    watch_patience_seconds: float = 120.0
+    """A watch that owes an event for so long is dead, and the liveness probe says so."""
     metrics_port: int = 8080
     health_port: int = 8081

@@ -52,8 +52,12 @@ class Engine:
     block_size: int = 16
     status: int = 200
     port: int = 0
+    instead: bytes | None = None
+    """Answered in the place of the figures."""
 
     async def metrics(self, _: web.Request) -> web.Response:
+        if self.instead is not None:
+            return web.Response(body=self.instead, content_type="text/plain")
         labels = f'enable_prefix_caching="{self.caching}",block_size="{self.block_size}"'
         labels += ',gpu_memory_utilization="0.9",num_gpu_blocks="600"'
         misses = (

@@ -18,8 +18,8 @@ from reprise_operator.naming import child_name
 from reprise_operator.options import parse_options
 from reprise_operator.process import Operator
 from reprise_operator.spec import identity_of
-from reprise_operator.watch import WatchHealth
-from tests.operator.factories import body, planned
+from reprise_operator.watch import WatchHealth, watched_objects
+from tests.operator.factories import body, child, planned
 
 QWEN = Key("llm", "qwen")
 
@@ -154,34 +154,107 @@ def test_a_service_whose_deletion_the_watch_missed_is_asked_for_and_forgotten() 
 # Fault 16: a watch that dies in silence ---------------------------------------------------------------------------
 
 
+class Time:
+    """Seconds, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_watch_that_does_not_deliver_is_found_out() -> None:
-    health = WatchHealth()
+    clock = Time()
+    health = WatchHealth(dead_after=120, clock=clock)
     health.delivered(QWEN, "10")
-    health.read(QWEN, "10", now=100.0)
-    assert health.behind(1000.0) == 0.0
-    health.read(QWEN, "12", now=1000.0)
-    health.read(QWEN, "14", now=1030.0)
-    assert health.behind(1060.0) == 60.0
-    assert not health.is_dead(1060.0)
-    assert health.is_dead(1121.0)
+    health.read(QWEN, "10")
+    clock.now += 900
+    assert health.behind() == 0.0
+    health.read(QWEN, "12")
+    clock.now += 30
+    health.read(QWEN, "14")
+    clock.now += 30
+    assert health.behind() == 60.0
+    assert health.behind(INFERENCE_SERVICES) == 60.0
+    assert health.behind(PODS) == 0.0
+    assert health.dead() is None
+    clock.now += 61
+    assert health.dead() == "inferenceservices"
     health.delivered(QWEN, "14")
-    assert health.behind(2000.0) == 0.0
+    assert health.behind() == 0.0
+    assert health.dead() is None
 
 
 def test_a_service_the_watch_never_saw_counts_too() -> None:
-    health = WatchHealth()
-    health.read(QWEN, "3", now=0.0)
-    assert health.behind(10.0) == 10.0
+    clock = Time()
+    health = WatchHealth(clock=clock)
+    health.read(QWEN, "3")
+    clock.now += 10
+    assert health.behind() == 10.0
     health.forget(QWEN)
-    assert health.behind(10.0) == 0.0
+    assert health.behind() == 0.0
 
 
 def test_a_read_older_than_the_watch_is_no_sign() -> None:
-    health = WatchHealth()
+    clock = Time()
+    health = WatchHealth(clock=clock)
     health.delivered(QWEN, "20")
-    health.read(QWEN, "9", now=0.0)
-    health.read(QWEN, "opaque", now=0.0)
-    assert health.behind(1000.0) == 0.0
+    health.read(QWEN, "9")
+    health.read(QWEN, "opaque")
+    clock.now += 1000
+    assert health.behind() == 0.0
+
+
+def test_each_watch_is_judged_by_its_own_objects() -> None:
+    clock = Time()
+    health = WatchHealth(dead_after=120, clock=clock)
+    health.read_all(QWEN, [(DEPLOYMENTS, ("llm", "qwen"), "5"), (PODS, ("llm", "p"), "6"), (REPLICA_SETS, "r", "7")])
+    health.delivered(("llm", "qwen"), "5", resource=DEPLOYMENTS)
+    clock.now += 121
+    assert (health.behind(DEPLOYMENTS), health.behind(PODS)) == (0.0, 121.0)
+    assert health.behind(REPLICA_SETS) == 0.0, "nobody watches them"
+    assert health.dead() == "pods"
+
+
+def test_a_pod_whose_end_was_delivered_before_an_older_reading_arrived_is_not_owed_for_ever() -> None:
+    clock = Time()
+    health = WatchHealth(dead_after=120, clock=clock)
+    health.delivered(("llm", "p"), "5", resource=PODS)
+    health.forget(("llm", "p"), resource=PODS)  # deleted, while a list of pods is on its way
+    health.read_all(QWEN, [(PODS, ("llm", "p"), "5")])
+    health.read_all(Key("llm", "other"), [])
+    clock.now += 60
+    assert health.behind() == 60.0
+    health.read_all(QWEN, [])  # the pass that its end has woken
+    clock.now += 1000
+    assert health.behind() == 0.0
+
+
+def test_only_what_the_watches_select_is_expected_from_them() -> None:
+    plan = planned()
+    seen = [child(plan.network_service), child(plan.deployment)]
+    labels = {"app.kubernetes.io/managed-by": "reprise-operator"}
+    pods: list[dict[str, Any]] = [
+        {"metadata": {"namespace": "llm", "name": "ours", "resourceVersion": "9", "labels": labels}},
+        {"metadata": {"namespace": "llm", "name": "stripped", "resourceVersion": "9", "labels": {}}},
+    ]
+    seen[1].body["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "me"
+    assert list(watched_objects(seen, pods)) == [(SERVICES, ("llm", "qwen"), "7"), (PODS, ("llm", "ours"), "9")]
+
+
+def test_events_of_children_and_pods_pay_what_is_owed_of_them() -> None:
+    woken = Woken()
+    deployment = child(planned().deployment).body
+    made = {**pod("qwen"), "metadata": {**pod("qwen")["metadata"], "resourceVersion": "8"}}
+    for deleted in (False, True):
+        woken.health.read_all(QWEN, [(DEPLOYMENTS, ("llm", "qwen"), "7"), (PODS, ("llm", "p"), "8")])
+        assert woken.health.behind() > 0.0
+        woken.waker.child_event(deployment, DEPLOYMENTS, deleted=deleted)
+        woken.waker.pod_event(made, deleted=deleted)
+        assert woken.health.behind() == 0.0
+        woken.health.forget(("llm", "qwen"), resource=DEPLOYMENTS)
+        woken.health.forget(("llm", "p"), resource=PODS)
 
 
 # kopf ---------------------------------------------------------------------------------------------------------------

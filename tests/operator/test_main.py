@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +14,8 @@ from typing import Any
 import pytest
 
 from reprise_operator.kinds import POD_MONITORS
-from reprise_operator.options import JsonFormatter, parse_options
+from reprise_operator.options import parse_options
+from tests.operator.operator_process import Process, ended
 from tests.operator.optional_crds import install, none_left, remove
 from tests.support.kubectl import Kubectl, eventually
 
@@ -95,19 +90,6 @@ def test_a_bad_command_line_is_one_clear_message(
     assert message in capsys.readouterr().err
 
 
-def test_a_log_line_is_one_json_object() -> None:
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        record = logging.LogRecord("a.b", logging.ERROR, __file__, 1, "it %s", ("broke",), sys.exc_info())
-    line = JsonFormatter().format(record)
-    assert "\n" not in line
-    entry = json.loads(line)
-    assert (entry["level"], entry["logger"], entry["message"]) == ("error", "a.b", "it broke")
-    assert "ValueError: two\nlines" in entry["exception"]
-    assert entry["time"].endswith("+00:00")
-
-
 def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "reprise_operator", "run", "-A", "--metrics-port=0", "--health-port=0"],
@@ -122,56 +104,12 @@ def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-class Process:
-    def __init__(self, kubectl: Kubectl, log: Path, *arguments: str) -> None:
-        self._log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "reprise_operator", "run", "--host=127.0.0.1", "--log-format=text"),
-                    *("--metrics-port=0", "--health-port=0", "--resync-seconds=3600", *arguments),
-                ],
-                env={**os.environ, "KUBECONFIG": str(kubectl.kubeconfig)},
-                stdout=output,
-                stderr=output,
-            )
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def port(self, what: str) -> int:
-        match = eventually(lambda: re.search(rf"{what} on port (\d+)", self.log()), f"the port of the {what}")
-        return int(match[1])
-
-    def get(self, what: str, path: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port(what)}{path}", timeout=5) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def wait_ready(self) -> None:
-        eventually(lambda: self.get("probes", "/readyz")[0] == 200, f"the operator is ready: {self.log()}")
-
-    def stop(self) -> float:
-        """SIGTERM; how many seconds it took to end."""
-        begin = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(20)
-        return time.monotonic() - begin
-
-
 @pytest.fixture
 def started(kubectl: Kubectl, tmp_path: Path) -> Iterator[Process]:
-    process = Process(
-        kubectl, tmp_path / "operator.log", "-n", kubectl.namespace, "--lease-namespace", kubectl.namespace
-    )
-    try:
+    arguments = ("-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
+    with ended(Process(kubectl.kubeconfig, tmp_path / "operator.log", *arguments)) as process:
         process.wait_ready()
         yield process
-    finally:
-        process.process.kill()
-        process.process.wait()
 
 
 def test_a_process_from_start_to_end(started: Process, kubectl: Kubectl) -> None:
@@ -259,24 +197,19 @@ def _steady(kubectl: Kubectl) -> bool:
 def test_a_change_made_while_no_operator_ran_is_seen_by_the_next(kubectl: Kubectl, tmp_path: Path) -> None:
     kubectl.apply(SERVICE)
     kubectl.apply({**SERVICE, "metadata": {"name": "other"}})
-    process = Process(kubectl, tmp_path / "operator.log", "-n", kubectl.namespace)
-    try:
+    with ended(Process(kubectl.kubeconfig, tmp_path / "operator.log", "-n", kubectl.namespace)):
         for name in ("qwen", "other"):
             eventually(partial(kubectl.get, "deployment", name), f"the Deployment of {name}", within=20)
-    finally:
-        process.stop()
 
 
 def test_it_does_not_work_before_it_leads(started: Process, kubectl: Kubectl, tmp_path: Path) -> None:
-    second = Process(kubectl, tmp_path / "second.log", "-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
-    try:
+    arguments = ("-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
+    with ended(Process(kubectl.kubeconfig, tmp_path / "second.log", *arguments)) as second:
         eventually(lambda: "another operator holds lease" in second.log(), "the second waits")
-        assert second.get("probes", "/readyz")[0] == 503
+        assert second.get("probes", "/readyz")[0] == 200, "ready to take over: a rollout of two must come to an end"
         assert second.get("probes", "/healthz")[0] == 200
+        assert second.metric("reprise_operator_leader") == 0.0
         started.stop()
-        eventually(lambda: second.get("probes", "/readyz")[0] == 200, "the second takes over", within=10)
+        second.wait_leading(within=10)
         second.stop()
         assert second.process.returncode == 0
-    finally:
-        second.process.kill()
-        second.process.wait()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from reprise_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
 from reprise_operator.naming import NAME_LABEL
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -66,15 +67,16 @@ async def test_the_watch_owes_nothing_of_a_service_that_idles_since_the_operator
     bench.apply()
     await bench.make_ready()
     bench.reconciler._memories.clear()  # what a restart forgets
-    health = bench.reconciler.health = WatchHealth()
+    health = bench.reconciler.health = WatchHealth(clock=bench.clock)
     body = bench.kubectl.get("inferenceservice", NAME)
     assert body is not None
     health.delivered(bench.key, body["metadata"]["resourceVersion"])  # the watch's first listing, and no event after it
     for _ in range(3):
         await bench.reconcile()
         bench.clock.now += 200
-    assert health.behind(bench.clock.now) == 0
-    assert not health.is_dead(bench.clock.now)
+    assert health.behind(INFERENCE_SERVICES) == 0
+    assert health.behind(DEPLOYMENTS) > 120, "of which nobody has told here"
+    assert health.dead() in ("deployments", "services", "pods")
 
 
 async def test_the_pass_asks_little(bench: Bench) -> None:

@@ -26,6 +26,14 @@ app.kubernetes.io/part-of: reprise
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
+{{- define "reprise-operator.image" -}}
+{{- if .Values.image.digest }}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
+{{- else }}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end }}
+{{- end }}
+
 {{- define "reprise-operator.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create }}
 {{- default (include "reprise-operator.fullname" .) .Values.serviceAccount.name }}
