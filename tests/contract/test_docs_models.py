@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from reprise_engine.entrypoints.fetch import EXIT_CODES
-from reprise_engine.fetch.bucket import ADDRESSING_VARIABLE
+from reprise_engine.fetch.bucket_client import ADDRESSING_VARIABLE
 from reprise_operator.children.fetch import CREDENTIALS, FETCH_CONTAINER, FSGROUP
 from reprise_operator.children.memory import plan_memory
 from reprise_operator.children.pod import build_pod_template

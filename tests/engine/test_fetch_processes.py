@@ -193,7 +193,7 @@ async def test_no_torch_and_no_hub_client_is_imported(hub: ModelHub, tmp_path: P
 import sys
 from reprise_engine.entrypoints.cli import main
 code = main(["fetch", "hf://a/b", "--to={tmp_path}"])
-print(code, sorted(sys.modules.keys() & {{"torch", "transformers", "huggingface_hub", "botocore"}}))
+print(code, sorted(sys.modules.keys() & {{"torch", "transformers", "huggingface_hub", "minio"}}))
 """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -45,6 +46,16 @@ class ModelHub:
     """Who does not send it is refused with 401."""
     access_key: tuple[str, str] | None = None
     """(id, secret) of the bucket; None lets everybody read."""
+    session_token: str | None = None
+    """Of temporary keys: it must come with each request to the bucket."""
+    region: str = "us-east-1"
+    """Of the bucket: requests signed for another one are told of it."""
+    checksums: bool = False
+    """Whether the bucket keeps SHA-256 digests."""
+    web_identity: str | None = None
+    """The token for which the service of tokens lends the bucket's keys."""
+    instance_role: str | None = None
+    """The role whose credentials, the bucket's keys, the instance's metadata give."""
     commit: str = COMMIT
     cuts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """File → after how many bytes its next answers break off."""
@@ -90,6 +101,9 @@ class ModelHub:
         app.router.add_get("/{org}/{name}/resolve/{revision}/{file:.+}", self._hf_file)
         app.router.add_get("/api/v1/models/{org}/{name}/repo/files", self._ms_listing)
         app.router.add_get("/api/v1/models/{org}/{name}/repo", self._ms_file)
+        app.router.add_post("/", self._sts)
+        app.router.add_put("/latest/api/token", self._metadata)
+        app.router.add_get("/latest/meta-data/iam/security-credentials/{role:.*}", self._metadata)
         app.router.add_get(f"/{self.bucket}", self._s3_list)
         app.router.add_route("HEAD", f"/{self.bucket}/{{key:.+}}", self._s3_object)
         app.router.add_route("GET", f"/{self.bucket}/{{key:.+}}", self._s3_object)
@@ -160,13 +174,20 @@ class ModelHub:
         assert (request.query["list-type"], request.query["delimiter"]) == ("2", "/")
         prefix = request.query["prefix"]
         keys = sorted(f"{self.prefix}/{path}" for path in self.files)
-        keys = [key for key in keys if key.startswith(prefix) and "/" not in key.removeprefix(prefix)]
+        keys = [key for key in keys if key.startswith(prefix)]
+        folders = {
+            prefix + key.removeprefix(prefix).partition("/")[0] + "/" for key in keys if "/" in key[len(prefix) :]
+        }
+        keys = [key for key in keys if "/" not in key.removeprefix(prefix)]
         begin = int(request.query.get("continuation-token", "0"))
         page, more = keys[begin : begin + PAGE_KEYS], begin + PAGE_KEYS < len(keys)
         contents = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{self._size(key.removeprefix(self.prefix + '/'))}</Size>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
             for key in page
+        )
+        contents += "".join(
+            f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in sorted(folders)
         )
         token = f"<NextContinuationToken>{begin + PAGE_KEYS}</NextContinuationToken>" if more else ""
         return web.Response(
@@ -186,7 +207,11 @@ class ModelHub:
         if request.headers.get("If-Match", tag) != tag:
             return _s3_error(412, "PreconditionFailed")
         if request.method == "HEAD":
-            return web.Response(headers={"ETag": tag, "Content-Length": str(self._size(file))})
+            headers = {"ETag": tag, "Content-Length": str(self._size(file))}
+            if self.checksums and request.headers.get("x-amz-checksum-mode") == "ENABLED":
+                headers["x-amz-checksum-sha256"] = b64encode(hashlib.sha256(self.files[file]).digest()).decode()
+                headers["x-amz-checksum-type"] = "FULL_OBJECT"
+            return web.Response(headers=headers)
         return await self._send(request, file, headers={"ETag": tag})
 
     def _s3_refused(self, request: web.Request, file: str = "") -> web.StreamResponse | None:
@@ -196,7 +221,47 @@ class ModelHub:
             return web.Response(status=status, headers=headers)
         if self.access_key is not None and not signature_is_right(request, *self.access_key):
             return _s3_error(403, "SignatureDoesNotMatch")
+        token = request.headers.get("X-Amz-Security-Token") or request.query.get("X-Amz-Security-Token")
+        if self.session_token is not None and token != self.session_token:
+            return _s3_error(400 if request.method == "GET" else 403, "InvalidToken")
+        authorization = request.headers.get("Authorization", "")
+        if authorization and f"/{self.region}/s3/" not in authorization:
+            return _s3_error(400, "AuthorizationHeaderMalformed", {"x-amz-bucket-region": self.region})
         return None
+
+    async def _sts(self, request: web.Request) -> web.StreamResponse:
+        self._note(request, "")
+        if self.refuse:
+            status, headers = self.refuse.pop(0)
+            return web.Response(status=status, headers=headers)
+        assert (request.query["Action"], self.access_key is None) == ("AssumeRoleWithWebIdentity", False)
+        assert request.query["RoleArn"] == "arn:aws:iam::1:role/models"
+        if request.query["WebIdentityToken"] != self.web_identity or self.access_key is None:
+            return _s3_error(403, "AccessDenied")
+        self.session_token = "lent"
+        key_id, secret = self.access_key
+        return web.Response(
+            content_type="text/xml",
+            text='<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">'
+            f"<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{key_id}</AccessKeyId>"
+            f"<SecretAccessKey>{secret}</SecretAccessKey><SessionToken>lent</SessionToken>"
+            "<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>"
+            "</AssumeRoleWithWebIdentityResponse>",
+        )
+
+    async def _metadata(self, request: web.Request) -> web.StreamResponse:
+        if self.instance_role is None or self.access_key is None:
+            return web.Response(status=404)
+        if request.method == "PUT":
+            return web.Response(text="of the metadata")
+        if request.headers.get("X-aws-ec2-metadata-token") != "of the metadata":
+            return web.Response(status=401)
+        if request.match_info["role"] != self.instance_role:
+            return web.Response(text=self.instance_role)
+        self.session_token = "lent"
+        key_id, secret = self.access_key
+        answer = {"Code": "Success", "AccessKeyId": key_id, "SecretAccessKey": secret, "Token": "lent"}
+        return web.json_response(answer | {"Expiration": "2099-01-01T00:00:00Z"})
 
     # All of them ----------------------------------------------------------------------------------------------------
 
@@ -334,9 +399,9 @@ def signature_is_right(request: web.Request, key_id: str, secret: str) -> bool:
     return hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), given)
 
 
-def _s3_error(status: int, code: str) -> web.Response:
+def _s3_error(status: int, code: str, headers: Mapping[str, str] | None = None) -> web.Response:
     text = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code} it is</Message></Error>'
-    return web.Response(status=status, text=text, content_type="application/xml")
+    return web.Response(status=status, text=text, content_type="application/xml", headers=headers)
 
 
 def _sha256(content: bytes) -> str:
