@@ -170,6 +170,24 @@ async def test_a_token_service_that_fails_is_asked_again(
     assert present(tmp_path / "m") == ALL
 
 
+async def test_the_endpoint_of_the_pods_identity(
+    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(WEB_TOKEN)
+    names = {
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{hub.url}/v1/credentials",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(token),
+    }
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ModelFetchDenied, match=r"pod's identity gave no credentials \(HTTP 401\)"):
+        await bring(hub, tmp_path / "m", **NO_KEYS, **names)
+    hub.web_identity = WEB_TOKEN
+    await bring(hub, tmp_path / "m", **NO_KEYS, **names)
+    assert present(tmp_path / "m") == ALL
+
+
 async def test_the_role_of_the_instance(hub: ModelHub, tmp_path: Path) -> None:
     asked = {**NO_KEYS, "AWS_EC2_METADATA_DISABLED": "", "AWS_EC2_METADATA_SERVICE_ENDPOINT": hub.url}
     with pytest.raises(ModelFetchDenied, match="SignatureDoesNotMatch"):  # there is none: not signed
@@ -241,6 +259,13 @@ async def test_an_answer_that_is_no_xml(hub: ModelHub, tmp_path: Path) -> None:
     hub.refuse = [(200, {})] * 3
     with pytest.raises(ModelFetchFailed, match=r"the answer is not S3's; is \$AWS_ENDPOINT_URL the API's address"):
         await bring(hub, tmp_path)
+
+
+async def test_an_object_without_size_or_etag(hub: ModelHub, tmp_path: Path) -> None:
+    hub.refuse = [(200, {})] * 3
+    with pytest.raises(ModelFetchFailed, match=r"no size or no ETag of q4\.gguf"):
+        await bring(hub, tmp_path, "s3://models/qwen/q4.gguf")
+    assert present(tmp_path) == {}
 
 
 async def test_the_checksum_that_the_store_keeps_is_preferred(hub: ModelHub, tmp_path: Path) -> None:

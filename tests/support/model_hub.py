@@ -102,6 +102,7 @@ class ModelHub:
         app.router.add_get("/api/v1/models/{org}/{name}/repo/files", self._ms_listing)
         app.router.add_get("/api/v1/models/{org}/{name}/repo", self._ms_file)
         app.router.add_post("/", self._sts)
+        app.router.add_get("/v1/credentials", self._pod_identity)
         app.router.add_put("/latest/api/token", self._metadata)
         app.router.add_get("/latest/meta-data/iam/security-credentials/{role:.*}", self._metadata)
         app.router.add_get(f"/{self.bucket}", self._s3_list)
@@ -258,8 +259,16 @@ class ModelHub:
             return web.Response(status=401)
         if request.match_info["role"] != self.instance_role:
             return web.Response(text=self.instance_role)
+        return self._lent(self.access_key)
+
+    async def _pod_identity(self, request: web.Request) -> web.StreamResponse:
+        if self.access_key is None or request.headers.get("Authorization") != self.web_identity:
+            return web.Response(status=401)
+        return self._lent(self.access_key)
+
+    def _lent(self, access_key: tuple[str, str]) -> web.Response:
         self.session_token = "lent"
-        key_id, secret = self.access_key
+        key_id, secret = access_key
         answer = {"Code": "Success", "AccessKeyId": key_id, "SecretAccessKey": secret, "Token": "lent"}
         return web.json_response(answer | {"Expiration": "2099-01-01T00:00:00Z"})
 
