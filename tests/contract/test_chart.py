@@ -121,7 +121,7 @@ def test_every_setting_is_one_of_the_operators_and_reaches_it() -> None:
     described = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
     values = yaml.safe_load((CHART / "values.yaml").read_text())["settings"]
     assert set(described) == set(values)
-    given = {name: number for number, name in enumerate(values, start=1000)}
+    given = {name: number for number, name in enumerate(values, start=1000)} | {"hitRateWindowSeconds": 5000}
     settings = parse_options(_without_key(container({"settings": given})["args"]), {}).settings
     for name, number in given.items():
         assert getattr(settings, re.sub("([A-Z])", r"_\1", name).lower()) == number
