@@ -10,11 +10,13 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from reprise_operator.children.deployment import progress_deadline_seconds
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan
 from reprise_operator.rollout import conflicts, find_child, key_of
+from reprise_operator.workloads import WorkloadCounts, counts, predecessors, total, workload_of, workloads
 
 UNSCHEDULABLE_SECONDS = 600.0
 """A pod without a node for so long needs a person: until then a cluster autoscaler or a finished job may help."""
@@ -39,32 +41,6 @@ class Diagnosis:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentCounts:
-    """Figures of a Deployment's status; all 0 while there is none."""
-
-    replicas: int = 0
-    updated: int = 0
-    ready: int = 0
-    available: int = 0
-    seen: bool = False
-    """Whether they are about the Deployment's present generation."""
-
-
-def counts(deployment: ObservedChild | None) -> DeploymentCounts:
-    """Read them from the observed Deployment."""
-    if deployment is None:
-        return DeploymentCounts()
-    status = deployment.status
-    return DeploymentCounts(
-        replicas=int(status.get("replicas", 0)),
-        updated=int(status.get("updatedReplicas", 0)),
-        ready=int(status.get("readyReplicas", 0)),
-        available=int(status.get("availableReplicas", 0)),
-        seen=int(status.get("observedGeneration", 0)) >= deployment.generation,
-    )
-
-
 def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     """How the service is doing now."""
     taken = conflicts(plan, observed)
@@ -77,19 +53,19 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     ]
     if refused:
         return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
-    deployment = find_child(observed, key_of(plan.deployment))
-    if _is_ready(plan, observed, deployment):
-        return _ready(plan)
-    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(deployment)
+    workload = workload_of(plan, observed)
+    if _is_ready(plan, observed, workload):
+        return _ready(plan, observed)
+    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(workload)
     if failure is not None:
         return failure
-    waiting = _unschedulable(observed, counts(deployment), now) or _first_crash(observed)
-    deadline = _deadline(deployment)
+    waiting = _unschedulable(observed, total(workloads(observed), workload), now) or _first_crash(observed)
+    deadline = _deadline(plan, observed, workload, now)
     if waiting is not None:
         return Diagnosis(state=State.STALLED, reason=waiting.reason, message=waiting.message) if deadline else waiting
     if deadline is not None:
         return _stalled("ProgressDeadlineExceeded", deadline)
-    return _progress(plan, observed, deployment)
+    return _progress(plan, observed, workload)
 
 
 def current_pods(observed: Observed) -> tuple[ObservedPod, ...]:
@@ -110,22 +86,30 @@ def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
     return bool(annotations.get(PLAN_HASH_ANNOTATION) == manifest["metadata"]["annotations"][PLAN_HASH_ANNOTATION])
 
 
-def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
+def _is_ready(plan: Plan, observed: Observed, workload: ObservedChild | None) -> bool:
     applied = (_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
     if not all(applied):
         return False
-    figures = counts(deployment)
+    if predecessors(plan, observed):
+        return False
+    figures = counts(workload)
     wanted = plan.replicas
     # No pod of an older template may be left, and every one of the present must be ready: old ones do not count.
     return figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
 
 
-def _ready(plan: Plan) -> Diagnosis:
+def _ready(plan: Plan, observed: Observed) -> Diagnosis:
     if plan.service.spec.suspend:
         return Diagnosis(state=State.READY, reason="Suspended", message="spec.suspend is true; no pod runs.")
     if plan.replicas == 0:
         return Diagnosis(state=State.READY, reason="ScaledToZero", message="spec.replicas is 0; no pod runs.")
-    return Diagnosis(state=State.READY, reason="Ready", message=f"{plan.replicas} of {plan.replicas} pods are ready.")
+    message = f"{plan.replicas} of {plan.replicas} pods are ready."
+    for name in plan.config_map_names:
+        if name in observed.missing_config_maps:
+            message += (
+                f" ConfigMap {name} of spec.prefixCaching.warmup does not exist: pods start without their warm-up."
+            )
+    return Diagnosis(state=State.READY, reason="Ready", message=message)
 
 
 def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
@@ -198,7 +182,7 @@ def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagno
     words = failure.message.strip()
     if failure.reason in _IMAGE:
         cause = _BACK_OFF.sub("", words) or "it is not there, or may not be read; see spec.runtime.imagePullSecrets"
-        image = plan.deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        image = plan.workload["spec"]["template"]["spec"]["containers"][0]["image"]
         of = f" {image}" if failure.container == CONTAINER else ""
         return _stalled("ImagePullFailed", f"{where}: the image{of} cannot be pulled: {cause}")
     if failure.reason in _CONFIG:
@@ -238,15 +222,15 @@ def _first_crash(observed: Observed) -> Diagnosis | None:
     return None
 
 
-def _failure_of(deployment: ObservedChild | None) -> Diagnosis | None:
-    """The ReplicaSet may not create pods: quota, Pod Security, a webhook."""
-    condition = _condition(deployment, "ReplicaFailure")
+def _failure_of(workload: ObservedChild | None) -> Diagnosis | None:
+    """The ReplicaSet may not create pods: quota, Pod Security, a webhook. A StatefulSet says so in its events only."""
+    condition = _condition(workload, "ReplicaFailure")
     if condition.get("status") != "True":
         return None
     return _stalled("PodsRefused", condition.get("message", "The API server refuses the pods."))
 
 
-def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) -> Diagnosis | None:
+def _unschedulable(observed: Observed, figures: WorkloadCounts, now: float) -> Diagnosis | None:
     for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
         if pod.scheduled or not pod.unschedulable_message:
             continue
@@ -259,34 +243,51 @@ def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) ->
     return None
 
 
-def _deadline(deployment: ObservedChild | None) -> str | None:
-    condition = _condition(deployment, "Progressing")
+def _deadline(plan: Plan, observed: Observed, workload: ObservedChild | None, now: float) -> str | None:
+    if plan.workload["kind"] == "StatefulSet":
+        return _late_pod(plan, observed, now)
+    condition = _condition(workload, "Progressing")
     if condition.get("reason") != "ProgressDeadlineExceeded":
         return None
     return condition.get("message", "The rollout made no progress for too long.")
 
 
-def _condition(deployment: ObservedChild | None, kind: str) -> dict[str, str]:
-    if deployment is None or int(deployment.status.get("observedGeneration", 0)) < deployment.generation:
+def _late_pod(plan: Plan, observed: Observed, now: float) -> str | None:
+    """A StatefulSet knows no deadline: a pod of it that is not ready by then is late."""
+    seconds = progress_deadline_seconds(plan.service)
+    for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
+        if not pod.ready and not pod.started and pod.created_at is not None and now - pod.created_at > seconds:
+            return f"Pod {pod.name} has not become ready within {seconds} s."
+    return None
+
+
+def _condition(workload: ObservedChild | None, kind: str) -> dict[str, str]:
+    if workload is None or int(workload.status.get("observedGeneration", 0)) < workload.generation:
         return {}
-    found = (item for item in deployment.status.get("conditions") or () if item.get("type") == kind)
+    found = (item for item in workload.status.get("conditions") or () if item.get("type") == kind)
     return dict(next(found, {}))
 
 
-def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> Diagnosis:
+def _progress(plan: Plan, observed: Observed, workload: ObservedChild | None) -> Diagnosis:
     for manifest in plan.children:
         if not _is_applied(manifest, find_child(observed, key_of(manifest))):
             fault = observed.apply_faults.get(str(key_of(manifest)))
             message = "is being applied." if fault is None else f"is not applied yet, and tried again: {fault}"
             return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
-    figures = counts(deployment)
+    figures = counts(workload)
     if not figures.seen:
-        message = "The Deployment controller has not seen the present template yet."
+        message = f"The {plan.workload['kind']} controller has not seen the present template yet."
         return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
     old = figures.replicas - figures.updated
     ready = sum(pod.ready for pod in current_pods(observed))
     message = f"{min(ready, figures.updated)} of {plan.replicas} pods of the present template are ready"
     message += f", {old} of an older one to be replaced." if old > 0 else "."
+    before = predecessors(plan, observed)
+    if before:
+        names = ", ".join(f"{child.kind}/{child.name}" for child in before)
+        message += f" {names} gives up a pod for each that serves, {total(before, None).available} serve there."
+    elif plan.workload["kind"] == "StatefulSet" and figures.replicas < plan.replicas:
+        message += f" `kubectl describe {key_of(plan.workload)}` says why a pod is not made."
     return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
 
 

@@ -35,16 +35,21 @@ class ResourceType:
 
 INFERENCE_SERVICES = ResourceType(f"{GROUP}/{VERSION}", KIND, PLURAL)
 DEPLOYMENTS = ResourceType("apps/v1", "Deployment", "deployments")
+STATEFUL_SETS = ResourceType("apps/v1", "StatefulSet", "statefulsets")
 REPLICA_SETS = ResourceType("apps/v1", "ReplicaSet", "replicasets")
 SERVICES = ResourceType("v1", "Service", "services")
 PODS = ResourceType("v1", "Pod", "pods")
+CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 SECRETS = ResourceType("v1", "Secret", "secrets")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENTS = ResourceType("v1", "Event", "events")
 LEASES = ResourceType("coordination.k8s.io/v1", "Lease", "leases")
 
-CHILD_TYPES = (DEPLOYMENTS, SERVICES)
+CHILD_TYPES = (DEPLOYMENTS, SERVICES, STATEFUL_SETS, CONFIG_MAPS)
 """What a Plan may contain: applied, watched, repaired, pruned."""
+
+WORKLOAD_KINDS = (DEPLOYMENTS.kind, STATEFUL_SETS.kind)
+"""What makes pods. One that the Plan does not name any more is handed over, not pruned (handover.py)."""
 
 Permission = tuple[str, str]
 """API group and resource, the latter with its subresource: ("apps", "deployments")."""
@@ -59,9 +64,12 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         (GROUP, PLURAL): {"get", "list"},
         (GROUP, f"{PLURAL}/status"): {"patch"},
         ("apps", "deployments"): {"get", "list", "create", "patch", "delete"},
+        ("apps", "statefulsets"): {"get", "list", "create", "patch", "delete"},
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
-        ("", "pods"): {"list"},
+        ("", "configmaps"): {"get", "list", "create", "patch", "delete"},
+        # Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
+        ("", "pods"): {"list", "delete"},
         # Whether it exists, by a metadata-only request: the content is never read.
         ("", "secrets"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
@@ -74,7 +82,9 @@ WATCH_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
     {
         (GROUP, PLURAL): {"list", "watch"},
         ("apps", "deployments"): {"list", "watch"},
+        ("apps", "statefulsets"): {"list", "watch"},
         ("", "services"): {"list", "watch"},
+        ("", "configmaps"): {"list", "watch"},
         ("", "pods"): {"list", "watch"},
     }
 )

@@ -23,6 +23,7 @@ from reprise_operator.settings import ENGINE_PORT
 Body = Mapping[str, Any]
 
 TEMPLATE_HASH_LABEL = "pod-template-hash"
+STATEFUL_SET_HASH_LABEL = "controller-revision-hash"
 REVISION_ANNOTATION = "deployment.kubernetes.io/revision"
 
 # A container that is merely being set up waits with one of these.
@@ -47,6 +48,7 @@ def observed_pod(body: Body) -> ObservedPod:
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
+    labels, containers = metadata.get("labels") or {}, status.get("containerStatuses") or ()
     is_scheduled = scheduled.get("status") == "True" or bool((body.get("spec") or {}).get("nodeName"))
     return ObservedPod(
         name=metadata["name"],
@@ -55,26 +57,30 @@ def observed_pod(body: Body) -> ObservedPod:
         phase=status.get("phase") or "Pending",
         ready=conditions.get("Ready", {}).get("status") == "True",
         terminating="deletionTimestamp" in metadata,
-        template_hash=(metadata.get("labels") or {}).get(TEMPLATE_HASH_LABEL),
+        template_hash=labels.get(TEMPLATE_HASH_LABEL) or labels.get(STATEFUL_SET_HASH_LABEL),
         started_at=_seconds(status.get("startTime")),
         created_at=_seconds(metadata.get("creationTimestamp")),
         scheduled=is_scheduled,
+        started=bool(containers) and all(container.get("started") for container in containers),
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
     )
 
 
-def current_template_hash(deployment: Body | None, replica_sets: Iterable[Body]) -> str | None:
-    """pod-template-hash of the ReplicaSet that carries the Deployment's newest revision.
+def current_template_hash(workload: Body | None, replica_sets: Iterable[Body]) -> str | None:
+    """What pods of the present template are labelled with: the update revision of a StatefulSet, of a Deployment the
+    pod-template-hash of the ReplicaSet that carries its newest revision.
 
-    None while there is none, and while the Deployment controller has not seen the Deployment's present generation:
-    the newest ReplicaSet may then still be the old template's.
+    None while there is none, and while the controller has not seen the workload's present generation: what it says may
+    then still be about the old template.
     """
-    if deployment is None:
+    if workload is None:
         return None
-    metadata = deployment["metadata"]
-    if (deployment.get("status") or {}).get("observedGeneration") != metadata.get("generation"):
+    metadata, status = workload["metadata"], workload.get("status") or {}
+    if status.get("observedGeneration") != metadata.get("generation"):
         return None
+    if workload["kind"] == "StatefulSet":
+        return status.get("updateRevision") or None
     owned = [
         replica_set["metadata"]
         for replica_set in replica_sets

@@ -17,6 +17,7 @@ from typing import Any
 from reprise_operator.api import ClusterError
 from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.events import Happening, Recorder, transitions
+from reprise_operator.handover import DeletePod, Scale, hand_over, unblock
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
@@ -28,6 +29,7 @@ from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, identity_of, parse
 from reprise_operator.status import build_status
 from reprise_operator.watch import WatchHealth
+from reprise_operator.workloads import workload_of, workloads
 from reprise_operator.workqueue import Retry
 
 logger = logging.getLogger(__name__)
@@ -124,15 +126,19 @@ class Reconciler:
         uids = frozenset(pod.uid for pod in pods)
         self.scraper.forget(memory.pods - uids)
         memory.pods = uids
+        workload = _workload(wanted, Observed(at=self.clock(), children=children))
+        # Only Deployments have them.
+        sets = await self.cluster.replica_sets(namespace, labels) if _makes_replica_sets(workload) else ()
         return Observed(
             at=self.clock(),
             children=children,
             pods=await self.scraper.observe(pods),
             missing_secrets=await self.cluster.missing_secrets(namespace, wanted.secret_names if wanted else ()),
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
-            template_hash=current_template_hash(
-                _deployment(children), await self.cluster.replica_sets(namespace, labels)
+            missing_config_maps=await self.cluster.missing_config_maps(
+                namespace, wanted.config_map_names if wanted else ()
             ),
+            template_hash=current_template_hash(workload, sets),
             apply_errors=dict(memory.refused),
         )
 
@@ -143,13 +149,17 @@ class Reconciler:
         children = {ChildKey(kind=child.kind, name=child.name): child for child in observed.children}
         conflict: str | None = None
         faults: dict[str, str] = {}
-        actions = decide(planned, observed, applied=memory.applied)
+        actions = (
+            *decide(planned, observed, applied=memory.applied),
+            *hand_over(planned, observed),
+            *unblock(planned, observed),
+        )
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
         memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
         for action in actions:
-            if isinstance(action, Delete):
-                await self._delete(body, action)
+            if not isinstance(action, Apply):
+                await self._take_away(body, action)
                 continue
             present = children.get(action.key)
             try:
@@ -171,16 +181,16 @@ class Reconciler:
                     await self._applied(body, action, result, present, memory)
                     children[action.key] = _child(action, result)
         after = tuple(children.values())
-        deployment = _deployment(after)
-        changed = deployment is not _deployment(observed.children)
+        workload = _workload(planned, replace(observed, children=after))
+        changed = workload is not _workload(planned, observed)
         return (
             replace(
                 observed,
                 children=after,
                 apply_errors=dict(memory.refused),
                 apply_faults=faults,
-                # A Deployment that was just changed has its newest ReplicaSet still to come.
-                template_hash=observed.template_hash if not changed or _is_settled(deployment) else None,
+                # A workload that was just changed has its newest revision still to come.
+                template_hash=observed.template_hash if not changed or _is_settled(workload) else None,
             ),
             conflict,
         )
@@ -206,13 +216,25 @@ class Reconciler:
             happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}")
         await self.recorder.record(body, happening)
 
-    async def _delete(self, body: Body, action: Delete) -> None:
+    async def _take_away(self, body: Body, action: Delete | Scale | DeletePod) -> None:
         namespace = body["metadata"]["namespace"]
-        deleted = await self.cluster.delete(namespace, kind=action.key.kind, name=action.key.name, uid=action.uid)
-        if deleted:
-            self.metrics.writes.labels(action.key.kind, "deleted").inc()
-            note = f"Deleted {action.key}, which is not needed any more"
-            await self.recorder.record(body, Happening(type="Normal", reason="Deleted", action="Delete", note=note))
+        match action:
+            case Delete(key=key, uid=uid):
+                done = await self.cluster.delete(namespace, kind=key.kind, name=key.name, uid=uid)
+                note = f"Deleted {key}, which is not needed any more"
+                kind, outcome, reason = key.kind, "deleted", "Deleted"
+            case Scale(key=key, uid=uid, replicas=replicas):
+                done = await self.cluster.scale(namespace, kind=key.kind, name=key.name, uid=uid, replicas=replicas)
+                note = f"Scaled {key} to {replicas}: others have taken over from its pods"
+                kind, outcome, reason = key.kind, "scaled", "HandedOver"
+            case DeletePod(name=name, uid=uid):
+                done = await self.cluster.delete(namespace, kind="Pod", name=name, uid=uid)
+                note = f"Deleted Pod/{name}, which is of an older template and not ready: the rollout waits for it"
+                kind, outcome, reason = "Pod", "deleted", "BrokenPodDeleted"
+        if done:
+            self.metrics.writes.labels(kind, outcome).inc()
+            verb = "Scale" if isinstance(action, Scale) else "Delete"
+            await self.recorder.record(body, Happening(type="Normal", reason=reason, action=verb, note=note))
 
     async def _write_status(self, body: Body, planned: Plan | SpecError, observed: Observed, memory: _Memory) -> None:
         previous = body.get("status") or {}
@@ -264,15 +286,21 @@ class Reconciler:
         self.metrics.services.set(len(self._memories))
 
 
-def _deployment(children: tuple[ObservedChild, ...]) -> Body | None:
-    return next((child.body for child in children if child.kind == "Deployment" and child.owned), None)
+def _workload(plan: Plan | None, observed: Observed) -> Body | None:
+    """The workload that the Plan names; without a Plan the one that is there."""
+    child = next(iter(workloads(observed)), None) if plan is None else workload_of(plan, observed)
+    return child.body if child is not None and child.owned else None
 
 
-def _is_settled(deployment: Body | None) -> bool:
-    """Whether the Deployment controller has seen the present generation."""
-    if deployment is None:
+def _makes_replica_sets(workload: Body | None) -> bool:
+    return workload is not None and workload["kind"] == "Deployment"
+
+
+def _is_settled(workload: Body | None) -> bool:
+    """Whether its controller has seen the present generation."""
+    if workload is None:
         return False
-    return bool((deployment.get("status") or {}).get("observedGeneration") == deployment["metadata"].get("generation"))
+    return bool((workload.get("status") or {}).get("observedGeneration") == workload["metadata"].get("generation"))
 
 
 def _child(action: Apply, result: ApplyResult) -> ObservedChild:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.alias_generators import to_camel
 
-from reprise_operator.children.profiles import CPU_PROFILE, PROFILES
+from reprise_operator.accelerator_checks import check_accelerator
+from reprise_operator.cache_checks import check_prefix_caching
 from reprise_operator.resource import (
     UID,
     ClaimModel,
@@ -45,11 +45,6 @@ MAX_CACHED_MODEL_LEN = 65_536
 NOT_YET = (
     "model.revision",
     "model.secretRef",
-    "prefixCaching.hashAlgorithm",
-    "prefixCaching.isolation",
-    "prefixCaching.hostMemory",
-    "prefixCaching.persistence",
-    "prefixCaching.warmup",
     "memory.autoTune",
     "memory.floor",
     "autoscaling",
@@ -70,6 +65,11 @@ RESERVED_FLAGS = {
     "enable-prefix-caching": "prefixCaching.enabled",
     "block-size": "prefixCaching.blockSize",
     "prefix-caching-hash-algo": "prefixCaching.hashAlgorithm",
+    "prefix-cache-isolation": "prefixCaching.isolation",
+    "prefix-cache-isolation-secret": "prefixCaching.isolationSecretRef",
+    "prefix-cache-host-memory": "prefixCaching.hostMemory",
+    "warmup-prompts": "prefixCaching.warmup",
+    "warmup-timeout": "prefixCaching.warmup.timeoutSeconds",
     "gpu-memory-utilization": "memory.utilization",
     "enable-chunked-prefill": "chunkedPrefill.enabled",
     "tensor-parallel-size": "accelerator.count",
@@ -181,7 +181,8 @@ def _check_conflicts(service: InferenceService) -> None:
                 "InvalidSpec",
                 f"spec.runtime.extraArgs repeats {flag}, which a field of the spec already sets; use that field.",
             )
-    _check_accelerator(service)
+    check_accelerator(service)
+    check_prefix_caching(service)
     if spec.runtime.name is Runtime.VLLM_ASCEND:
         _check_vllm_ascend(service)
     elif spec.chunked_prefill.enabled is False and spec.model.max_model_len is None:
@@ -189,35 +190,6 @@ def _check_conflicts(service: InferenceService) -> None:
             "InvalidSpec",
             "spec.model.maxModelLen is needed with spec.chunkedPrefill.enabled: false, since a whole prompt must then "
             "fit one step.",
-        )
-
-
-def _check_accelerator(service: InferenceService) -> None:
-    runtime, accelerator = service.spec.runtime.name, service.spec.accelerator
-    profile = PROFILES.get(accelerator.profile)
-    if profile is None:
-        raise SpecError(
-            "InvalidSpec",
-            f"spec.accelerator.profile is {accelerator.profile!r}; it must be one of {', '.join(PROFILES)}.",
-        )
-    if not profile.is_npu:
-        if runtime is Runtime.VLLM_ASCEND:
-            raise SpecError(
-                "InvalidSpec",
-                f"spec.accelerator.profile is {CPU_PROFILE}; the vllm-ascend runtime needs an NPU profile.",
-            )
-        given = accelerator.model_fields_set & {"count", "resource_name", "driver"}
-        if given:
-            fields = ", ".join(f"spec.accelerator.{to_camel(name)}" for name in sorted(given))
-            raise SpecError(
-                "InvalidSpec", f"spec.accelerator.profile is {CPU_PROFILE}, which has no device: remove {fields}."
-            )
-    elif runtime is Runtime.REPRISE and (accelerator.count or 0) > profile.minimum:
-        raise SpecError(
-            "NotSupported",
-            f"This release does not honour spec.accelerator.count {accelerator.count} with the reprise runtime, which "
-            f"uses one device a pod. Set it to {profile.minimum} and raise spec.replicas, or use the vllm-ascend "
-            "runtime.",
         )
 
 

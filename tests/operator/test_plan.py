@@ -77,10 +77,19 @@ INPUTS: dict[str, dict[str, Any]] = {
     "runtime.resources": {"runtime": {"resources": {"requests": {"cpu": "1"}}}},
     "prefixCaching.enabled": {"prefixCaching": {"enabled": False}},
     "prefixCaching.blockSize": {"prefixCaching": {"blockSize": 128}},
+    "prefixCaching.hashAlgorithm": {"prefixCaching": {"hashAlgorithm": "xxhash"}},
+    "prefixCaching.isolation": {"prefixCaching": {"isolation": "perKey"}, "auth": {"apiKeySecretRef": {"name": "keys"}}},
+    "prefixCaching.isolationSecretRef": {
+        "prefixCaching": {"isolation": "perKey", "isolationSecretRef": {"name": "salt"}},
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+    },
+    "prefixCaching.hostMemory": {"prefixCaching": {"hostMemory": "8Gi"}},
+    "prefixCaching.persistence": {"prefixCaching": {"persistence": {"claimName": "blocks"}}},
+    "prefixCaching.warmup": {"prefixCaching": {"warmup": {"prompts": ["You are"]}}},
     "memory.utilization": {"memory": {"utilization": 0.5}},
     "chunkedPrefill.enabled": {"chunkedPrefill": {"enabled": True}},
     "accelerator.profile": {"accelerator": {"profile": "ascend310p"}},
-    "accelerator.count": {"accelerator": {"profile": "ascend910c", "count": 1}},
+    "accelerator.count": {"accelerator": {"profile": "ascend910c", "count": 2}},
     "accelerator.resourceName": {"accelerator": {"resourceName": "huawei.com/npu"}},
     "accelerator.runtimeClassName": {"accelerator": {"runtimeClassName": "ascend"}},
     "accelerator.driver": {"accelerator": {"driver": "runtime"}},
@@ -154,7 +163,17 @@ _specs = st.fixed_dictionaries(
             env=st.lists(st.fixed_dictionaries({"name": _variable, "value": _words}), max_size=5),
             resources=_optional(requests=st.dictionaries(st.sampled_from(["cpu", "memory"]), st.just("1"))),
         ),
-        "prefixCaching": _optional(enabled=st.booleans(), blockSize=st.sampled_from([128, 256])),
+        "prefixCaching": _optional(
+            enabled=st.booleans(),
+            blockSize=st.sampled_from([128, 256]),
+            hashAlgorithm=st.sampled_from(["sha256", "xxhash_cbor"]),
+            isolation=st.sampled_from(["none", "perKey"]),
+            hostMemory=st.sampled_from(["8Gi", 0, "1e9"]),
+            persistence=_optional(
+                claimName=st.just("blocks"), size=st.sampled_from(["1Gi", 10**12]), storageClassName=st.just("fast")
+            ),
+            warmup=_optional(prompts=st.lists(_words.filter(bool), max_size=3), timeoutSeconds=st.integers(1, 90_000)),
+        ),
         "memory": _optional(utilization=st.floats(0.01, 0.98)),
         "chunkedPrefill": _optional(enabled=st.booleans()),
         "accelerator": _optional(
@@ -214,6 +233,7 @@ def test_invariants_of_every_plan(name: str, spec: dict[str, Any]) -> None:
         values = [entry[key] for entry in entries]
         assert len(values) == len(set(values)), f"{key} twice: the API server refuses the whole apply"
     volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+    volumes |= {claim["metadata"]["name"] for claim in made.workload["spec"].get("volumeClaimTemplates", ())}
     assert {mount["name"] for mount in engine["volumeMounts"]} <= volumes
     resources = engine.get("resources", {})
     for resource, quantity in resources.get("limits", {}).items():

