@@ -27,7 +27,8 @@ def check_accelerator(service: InferenceService) -> None:
     profile = PROFILES.get(service.spec.accelerator.profile)
     if profile is None:
         raise _invalid(
-            f"spec.accelerator.profile is {service.spec.accelerator.profile!r}; it must be one of {', '.join(PROFILES)}."
+            f"spec.accelerator.profile is {service.spec.accelerator.profile!r}; it must be one of "
+            f"{', '.join(PROFILES)}."
         )
     if not profile.is_npu:
         _check_cpu(service)

@@ -1,8 +1,8 @@
 """One workload takes over from another: a StatefulSet from a Deployment, or back, or one with other volumes. Pure.
 
-The kind of a workload and a StatefulSet's volumes cannot change in place. So the new one is made beside the old one, under
-the same Service, and the old one gives up a pod for each that serves in the new one. Where devices are scarce, and no
-pod of the new one finds any, the old one gives up one pod ahead, as a rollout with maxSurge 0 does.
+The kind of a workload and a StatefulSet's volumes cannot change in place. So the new one is made beside the old one,
+under the same Service, and the old one gives up a pod for each that serves in the new one. Where devices are scarce,
+and a pod of the new one finds none, the old one gives up one pod ahead, as a rollout with maxSurge 0 does.
 
 A StatefulSet replaces its pods one by one, and waits for each. A pod that can never become ready would be waited for
 for ever, though its template has been put right since; so the operator deletes it.
@@ -62,8 +62,8 @@ def hand_over(plan: Plan, observed: Observed) -> tuple[Delete | Scale, ...]:
 def unblock(plan: Plan, observed: Observed) -> tuple[DeletePod, ...]:
     """Pods of an older template of the StatefulSet that do not serve and never did, or have crashed.
 
-    They would be replaced anyway, and until they are, a StatefulSet replaces no other. One that is only too busy for its
-    probe is left to the controller.
+    They would be replaced anyway, and until they are, a StatefulSet replaces no other. One that is only too busy for
+    its probe is left to the controller.
     """
     workload = workload_of(plan, observed)
     if workload is None or workload.kind != "StatefulSet" or observed.template_hash is None:

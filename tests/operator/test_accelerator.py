@@ -22,7 +22,10 @@ def limits(quantities: dict[str, Any], *, profile: str, **more: Any) -> dict[str
     [
         ({"accelerator": {"profile": "h100"}}, "it must be one of cpu, ascend910"),
         ({"accelerator": {"resourceName": "nvidia.com/gpu"}}, "which is no Ascend NPU"),
-        ({"accelerator": {"resourceName": "huawei.com/Ascend310P"}}, "a 310P, and spec.accelerator.profile is ascend910"),
+        (
+            {"accelerator": {"resourceName": "huawei.com/Ascend310P"}},
+            "a 310P, and spec.accelerator.profile is ascend910",
+        ),
         ({"accelerator": {"resourceName": "huawei.com/Ascend310"}}, "there is none"),
         (
             {"accelerator": {"profile": "ascend310p", "resourceName": "huawei.com/Ascend910"}},
@@ -62,7 +65,11 @@ def test_a_wrong_combination_is_refused_with_the_reason(spec: dict[str, Any], wo
     [
         ({"resourceName": "huawei.com/Ascend910-8c"}, "huawei.com/Ascend910-8c", "1"),
         ({"profile": "ascend910c", "resourceName": "huawei.com/Ascend910-8c"}, "huawei.com/Ascend910-8c", "1"),
-        ({"profile": "ascend310p", "resourceName": "huawei.com/Ascend310P-4c.3cpu"}, "huawei.com/Ascend310P-4c.3cpu", "1"),
+        (
+            {"profile": "ascend310p", "resourceName": "huawei.com/Ascend310P-4c.3cpu"},
+            "huawei.com/Ascend310P-4c.3cpu",
+            "1",
+        ),
         ({"resourceName": "huawei.com/npu"}, "huawei.com/npu", "1"),
         ({"resourceName": "example.com/pooled-npu"}, "example.com/pooled-npu", "1"),
         ({"profile": "cce-ascend910c"}, "huawei.com/ascend-1980", "2"),
@@ -79,10 +86,13 @@ def test_dtype_auto_on_a_310p_is_the_one_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mib", "effective"), [(16_384, 0.5), ("8192", 0.25), (32_768, 0.9), (31_000, 0.9), (10_000, 0.3051), (49_152, 0.75)]
+    ("mib", "effective"),
+    [(16_384, 0.5), ("8192", 0.25), (32_768, 0.9), (31_000, 0.9), (10_000, 0.3051), (49_152, 0.75)],
 )
 def test_a_part_of_a_device_lowers_the_share(mib: int | str, effective: float) -> None:
-    made = planned(limits({"huawei.com/Ascend910B4-memory": mib, "huawei.com/Ascend910B4-core": 50}, profile="hami-ascend910b4"))
+    made = planned(
+        limits({"huawei.com/Ascend910B4-memory": mib, "huawei.com/Ascend910B4-core": 50}, profile="hami-ascend910b4")
+    )
     assert made.memory.effective == effective
     assert made.memory.requested is None
     args = container(made)["args"]
@@ -113,8 +123,13 @@ def test_volcano_is_told_the_kind_of_server(profile: str, scheduler: str | None,
 
 
 def test_the_users_own_label_for_volcano_stands() -> None:
-    mine = {"schedulerName": "volcano", "metadata": {"labels": {"ring-controller.atlas": "mine", "fault-scheduling": "grace"}}}
-    labels = planned({"accelerator": {"profile": "ascend910b"}, "podTemplate": mine}).workload["spec"]["template"]["metadata"]["labels"]
+    mine = {
+        "schedulerName": "volcano",
+        "metadata": {"labels": {"ring-controller.atlas": "mine", "fault-scheduling": "grace"}},
+    }
+    labels = planned({"accelerator": {"profile": "ascend910b"}, "podTemplate": mine}).workload["spec"]["template"][
+        "metadata"
+    ]["labels"]
     assert (labels["ring-controller.atlas"], labels["fault-scheduling"]) == ("mine", "grace")
 
 

@@ -283,7 +283,12 @@ ACCEPTED: list[dict[str, Any]] = [
             "isolation": "perKey",
             "isolationSecretRef": {"name": "salt"},
             "hostMemory": "64Gi",
-            "persistence": {"size": "100Gi", "storageClassName": "fast", "accessModes": ["ReadWriteOnce"], "limit": 10**10},
+            "persistence": {
+                "size": "100Gi",
+                "storageClassName": "fast",
+                "accessModes": ["ReadWriteOnce"],
+                "limit": 10**10,
+            },
             "warmup": {"prompts": ["You are"], "timeoutSeconds": 60},
         },
         "auth": {"apiKeySecretRef": {"name": "keys"}},

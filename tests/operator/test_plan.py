@@ -78,7 +78,10 @@ INPUTS: dict[str, dict[str, Any]] = {
     "prefixCaching.enabled": {"prefixCaching": {"enabled": False}},
     "prefixCaching.blockSize": {"prefixCaching": {"blockSize": 128}},
     "prefixCaching.hashAlgorithm": {"prefixCaching": {"hashAlgorithm": "xxhash"}},
-    "prefixCaching.isolation": {"prefixCaching": {"isolation": "perKey"}, "auth": {"apiKeySecretRef": {"name": "keys"}}},
+    "prefixCaching.isolation": {
+        "prefixCaching": {"isolation": "perKey"},
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+    },
     "prefixCaching.isolationSecretRef": {
         "prefixCaching": {"isolation": "perKey", "isolationSecretRef": {"name": "salt"}},
         "auth": {"apiKeySecretRef": {"name": "keys"}},

@@ -1,4 +1,4 @@
-"""spec.prefixCaching: what is refused and why, and what it makes of the children. Its flags: tests/contract/test_argv.py."""
+"""spec.prefixCaching: what is refused and why, and what it makes of the children; flags: tests/contract/test_argv.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ def template(of: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spec", "reason", "words"),
     [
-        (cache({"hostMemory": "1Gi"}, VLLM), "NotSupported", "hostMemory (that runtime's cache is on the device alone)"),
+        (
+            cache({"hostMemory": "1Gi"}, VLLM),
+            "NotSupported",
+            "hostMemory (that runtime's cache is on the device alone)",
+        ),
         (cache(SIZE, VLLM), "NotSupported", "spec.prefixCaching.persistence (that"),
         (cache({"warmup": {"prompts": ["a"]}}, VLLM), "NotSupported", "spec.prefixCaching.warmup (that"),
         (cache({"isolation": "perKey"}, VLLM, KEYS), "NotSupported", "isolation: perKey (that runtime makes no salts"),
@@ -54,13 +58,21 @@ def template(of: Plan) -> dict[str, Any]:
         ),
         (cache({"persistence": {}}), "InvalidSpec", "either claimName"),
         (cache({"persistence": {"claimName": "a", "size": "1Gi"}}), "InvalidSpec", "either claimName"),
-        (cache({"persistence": {"claimName": "a", "storageClassName": "b"}}), "InvalidSpec", "storageClassName goes with"),
+        (
+            cache({"persistence": {"claimName": "a", "storageClassName": "b"}}),
+            "InvalidSpec",
+            "storageClassName goes with",
+        ),
         (cache(CLAIM, {"replicas": 2}), "InvalidSpec", "one volume, and spec.replicas is 2"),
         (cache({"persistence": {"size": "1Gi", "accessModes": ["ReadOnlyMany"]}}), "InvalidSpec", "blocks are written"),
         (cache({"persistence": {"size": 0}}), "InvalidSpec", "persistence.size is 0"),
         (cache({"persistence": {"claimName": "a", "limit": 0}}), "InvalidSpec", "persistence.limit is 0"),
         (cache({"persistence": {"size": "1Gi", "limit": "2Gi"}}), "InvalidSpec", "more than the volume's size 1Gi"),
-        (cache(SIZE, {"runtime": {"extraArgs": ["--prefix_cache_dir=/x"]}}), "InvalidSpec", "extraArgs has --prefix_cache_dir"),
+        (
+            cache(SIZE, {"runtime": {"extraArgs": ["--prefix_cache_dir=/x"]}}),
+            "InvalidSpec",
+            "extraArgs has --prefix_cache_dir",
+        ),
         (
             cache(CLAIM, {"podTemplate": {"volumes": [{"name": "prefix-cache", "emptyDir": {}}]}}),
             "InvalidSpec",
@@ -68,7 +80,11 @@ def template(of: Plan) -> dict[str, Any]:
         ),
         (cache({"warmup": {}}), "InvalidSpec", "either prompts or configMapKeyRef"),
         (cache({"warmup": {"prompts": ["ä" * 500_000]}}), "InvalidSpec", f"and a ConfigMap holds {MAX_PROMPTS_BYTES}"),
-        (cache({"warmup": {"prompts": ["a"], "timeoutSeconds": 0}}), "InvalidSpec", "spec.prefixCaching.warmup.timeoutSeconds"),
+        (
+            cache({"warmup": {"prompts": ["a"], "timeoutSeconds": 0}}),
+            "InvalidSpec",
+            "spec.prefixCaching.warmup.timeoutSeconds",
+        ),
         (
             cache({"warmup": {"prompts": ["a"]}}, {"podTemplate": {"volumes": [{"name": "warmup", "emptyDir": {}}]}}),
             "InvalidSpec",
@@ -188,7 +204,7 @@ def test_switching_the_cache_off_keeps_the_volume() -> None:
         ({}, {"requests": {"memory": "8Gi"}}),
         ({"requests": {"cpu": 2}}, {"requests": {"cpu": 2, "memory": "8Gi"}}),
         ({"requests": {"memory": "4Gi"}}, {"requests": {"memory": "12Gi"}}),
-        ({"limits": {"memory": "16G"}}, {"limits": {"memory": str(16 * 10**9 + 8 * 1024**3)}}),
+        ({"limits": {"memory": "16G"}}, {"limits": {"memory": "24013608Ki"}}),
         (
             {"requests": {"memory": "4Gi"}, "limits": {"memory": "6Gi"}},
             {"requests": {"memory": "12Gi"}, "limits": {"memory": "14Gi"}},
@@ -239,7 +255,11 @@ def test_prompts_are_a_config_map_of_lines() -> None:
 
 def test_other_prompts_are_other_pods() -> None:
     def annotation(prompts: list[str]) -> str:
-        return str(template(planned(cache({"warmup": {"prompts": prompts}})))["metadata"]["annotations"][WARMUP_HASH_ANNOTATION])
+        return str(
+            template(planned(cache({"warmup": {"prompts": prompts}})))["metadata"]["annotations"][
+                WARMUP_HASH_ANNOTATION
+            ]
+        )
 
     assert annotation(["a"]) == annotation(["a"])
     assert annotation(["a"]) != annotation(["b"])

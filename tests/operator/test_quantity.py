@@ -50,4 +50,10 @@ def test_bytes_are_written_exactly(number: int) -> None:
 
 
 def test_bytes_are_written_shortly() -> None:
-    assert [text_of_bytes(number) for number in (0, 1, 1024, 17179869184, 10**9)] == ["0", "1", "1Ki", "16Gi", "1000000000"]
+    assert [text_of_bytes(number) for number in (0, 1, 1024, 17179869184, 10**9)] == [
+        "0",
+        "1",
+        "1Ki",
+        "16Gi",
+        "1000000000",
+    ]

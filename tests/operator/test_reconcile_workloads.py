@@ -172,7 +172,9 @@ async def test_a_bad_template_that_is_put_right_does_not_wait_for_its_broken_pod
     bench.apply({**good, "runtime": {"extraArgs": ["--no-such-flag"]}})
 
     def broken() -> list[dict[str, Any]]:
-        return [pod for pod in pods_of(bench, "StatefulSet") if "--no-such-flag" in pod["spec"]["containers"][0]["args"]]
+        return [
+            pod for pod in pods_of(bench, "StatefulSet") if "--no-such-flag" in pod["spec"]["containers"][0]["args"]
+        ]
 
     (bad,) = await until(bench, broken, "the first pod of the bad template")
     crash(bench, bad)

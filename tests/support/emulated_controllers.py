@@ -1,12 +1,12 @@
-"""Deployment, ReplicaSet, StatefulSet and garbage collection, for an API server that has no kube-controller-manager beside it.
+"""Deployment, ReplicaSet, StatefulSet and garbage collection, for an API server without a kube-controller-manager.
 
 `python -m tests.support.emulated_controllers --kubeconfig FILE` works over plain HTTP, on a real or an emulated server,
 until its stdin closes. Level-triggered: whenever anything has changed it lists everything and corrects what is wrong.
 
 Like the real controllers: pod-template-hash and revisions, rolling updates within maxSurge and maxUnavailable,
 Recreate, pause, history limit, progress deadline, the status fields and conditions; background, foreground and
-orphaning deletion by owner references; StatefulSets are in emulated_statefulsets.py. Unlike them: no proportional scaling in mid-rollout, no events, no other kinds
-of workload.
+orphaning deletion by owner references; StatefulSets are in emulated_statefulsets.py. Unlike them: no proportional
+scaling in mid-rollout, no events, no other kinds of workload.
 """
 
 from __future__ import annotations

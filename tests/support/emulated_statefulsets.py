@@ -1,8 +1,8 @@
 """What the StatefulSet controller decides, for podManagementPolicy Parallel and RollingUpdate: pure functions.
 
-Like the real one: pods by ordinal with a claim each for every volumeClaimTemplate, scaled from the end; a rolling update
-from the last ordinal to the first that replaces one pod at a time and waits while any pod is not available; claims that
-are kept, or go with the StatefulSet. Unlike it: no OrderedReady, no partitions, no history of revisions.
+Like the real one: pods by ordinal with a claim each for every volumeClaimTemplate, scaled from the end; a rolling
+update from the last ordinal to the first that replaces one pod at a time and waits while any pod is not available;
+claims that are kept, or go with the StatefulSet. Unlike it: no OrderedReady, no partitions, no history of revisions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def _pod(stateful: Json, ordinal: int, update: str, *, owner: Json) -> Json:
     }
     metadata = {**template["metadata"], "name": name, "labels": labels, "ownerReferences": [owner]}
     own = [
-        {"name": claim["metadata"]["name"], "persistentVolumeClaim": {"claimName": _claim_name(stateful, claim, ordinal)}}
+        {
+            "name": claim["metadata"]["name"],
+            "persistentVolumeClaim": {"claimName": _claim_name(stateful, claim, ordinal)},
+        }
         for claim in stateful["spec"].get("volumeClaimTemplates", ())
     ]
     names = {volume["name"] for volume in own}

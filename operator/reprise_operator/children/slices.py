@@ -1,7 +1,7 @@
 """Parts of an NPU by HAMi: `huawei.com/Ascend910B3-memory: 16384` (MiB) in spec.runtime.resources. Pure.
 
-The device plugin hands out a part of the device's memory, while --gpu-memory-utilization is a share of all of it. So the
-share must be at most the part over the whole.
+The device plugin hands out a part of the device's memory, while --gpu-memory-utilization is a share of all of it. So
+the share must be at most the part over the whole.
 """
 
 from __future__ import annotations
