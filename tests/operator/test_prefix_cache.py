@@ -1,4 +1,4 @@
-"""spec.prefixCaching: what is refused and why, and what it makes of the children; flags: tests/contract/test_argv.py."""
+"""spec.prefixCaching: what is refused and why, what it makes of the children; flags: tests/contract/test_argv.py."""
 
 from __future__ import annotations
 

@@ -6,11 +6,21 @@ Pods are made by the controllers beside the API server; the tests write what a k
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.operator.reconcile_bench import NAME, Bench
 from tests.support.kubectl import eventually
+
+
+@pytest.fixture(autouse=True)
+def _present(bench: Bench) -> None:
+    """The cluster's own time: how old a pod is counts here."""
+    bench.clock.now = time.time()
+
 
 SELECTOR = f"serving.reprise.io/name={NAME}"
 
@@ -24,7 +34,9 @@ def stateful_sets(bench: Bench) -> list[dict[str, Any]]:
 
 
 def pods_of(bench: Bench, kind: str) -> list[dict[str, Any]]:
-    return [pod for pod in bench.pods() if pod["metadata"]["ownerReferences"][0]["kind"] == kind]
+    """Those of a Deployment or of StatefulSets."""
+    owner = "ReplicaSet" if kind == "Deployment" else kind
+    return [pod for pod in bench.pods() if pod["metadata"]["ownerReferences"][0]["kind"] == owner]
 
 
 def say(bench: Bench, pod: dict[str, Any], *, ready: bool, **more: Any) -> None:
