@@ -20,7 +20,7 @@ def amount(quantity: str | float) -> Decimal:
         raise ValueError(f"{quantity!r} is not a quantity such as 500m, 4 or 16Gi")
     number, suffix, exponent = Decimal(match[1]), match[2], match[3]
     if suffix in _BINARY:
-        return number * 1024 ** _BINARY[suffix]
+        return number * Decimal(1024) ** _BINARY[suffix]
     if suffix in _DECIMAL:
         return number.scaleb(_DECIMAL[suffix])
     return number.scaleb(int(exponent)) if exponent else number

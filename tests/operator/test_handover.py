@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.handover import Delete, DeletePod, Scale, hand_over, unblock
+from reprise_operator.handover import DeletePod, Scale, hand_over, unblock
 from reprise_operator.observed import ContainerFailure, Observed, ObservedPod
 from reprise_operator.plan import Plan
-from reprise_operator.rollout import ChildKey, decide
+from reprise_operator.rollout import ChildKey, Delete, decide
 from tests.operator.factories import (
     CURRENT,
     NOW,
