@@ -29,5 +29,6 @@ def vllm_images() -> Mapping[str, Image]:
         "HOME": os.environ.get("HOME", "/tmp"),
         "LANG": "C.UTF-8",
     }
-    # Like the image it stands for, it executes the arguments of the pod as they are.
-    return {VLLM_IMAGE: Image(entrypoint=(), env=env, host_flag="--host")}
+    # The published CPU build lacks the metadata that its command `vllm serve MODEL` reads; behind it is this module.
+    command = 'shift 2; model="$1"; shift; exec python -m vllm.entrypoints.openai.api_server --model "$model" "$@"'
+    return {VLLM_IMAGE: Image(entrypoint=("sh", "-c", command, "entrypoint"), env=env, host_flag="--host")}
