@@ -35,9 +35,11 @@ class ResourceType:
 
 INFERENCE_SERVICES = ResourceType(f"{GROUP}/{VERSION}", KIND, PLURAL)
 DEPLOYMENTS = ResourceType("apps/v1", "Deployment", "deployments")
+STATEFUL_SETS = ResourceType("apps/v1", "StatefulSet", "statefulsets")
 REPLICA_SETS = ResourceType("apps/v1", "ReplicaSet", "replicasets")
 SERVICES = ResourceType("v1", "Service", "services")
 PODS = ResourceType("v1", "Pod", "pods")
+CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 SECRETS = ResourceType("v1", "Secret", "secrets")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENTS = ResourceType("v1", "Event", "events")
@@ -52,8 +54,12 @@ SCALED_OBJECTS = ResourceType("keda.sh/v1alpha1", "ScaledObject", "scaledobjects
 HORIZONTAL_POD_AUTOSCALERS = ResourceType("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 DISRUPTION_BUDGETS = ResourceType("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 
-CHILD_TYPES = (DEPLOYMENTS, SERVICES)
+CHILD_TYPES = (DEPLOYMENTS, SERVICES, STATEFUL_SETS, CONFIG_MAPS)
 """What a Plan may contain: applied, watched, repaired, pruned."""
+
+WORKLOAD_KINDS = (DEPLOYMENTS.kind, STATEFUL_SETS.kind)
+"""What makes the engine pods (workloads.py knows which). One that the Plan does not name any more is handed over, not
+pruned (handover.py)."""
 
 OPTIONAL_TYPES = (
     INFERENCE_POOLS,
@@ -85,9 +91,12 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         (GROUP, PLURAL): {"get", "list"},
         (GROUP, f"{PLURAL}/status"): {"patch"},
         ("apps", "deployments"): {"get", "list", "create", "patch", "delete"},
+        ("apps", "statefulsets"): {"get", "list", "create", "patch", "delete"},
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
-        ("", "pods"): {"list"},
+        ("", "configmaps"): {"get", "list", "create", "patch", "delete"},
+        # Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
+        ("", "pods"): {"list", "delete"},
         # The end of a container's log, where its last words do not tell why it ended.
         ("", "pods/log"): {"get"},
         # The check of a change before the last serving pod is taken for it.
@@ -105,7 +114,9 @@ WATCH_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
     {
         (GROUP, PLURAL): {"list", "watch"},
         ("apps", "deployments"): {"list", "watch"},
+        ("apps", "statefulsets"): {"list", "watch"},
         ("", "services"): {"list", "watch"},
+        ("", "configmaps"): {"list", "watch"},
         ("", "pods"): {"list", "watch"},
     }
 )

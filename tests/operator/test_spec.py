@@ -14,11 +14,6 @@ from tests.operator.factories import UID, body
 VALUES: dict[str, Any] = {
     "model.revision": "main",
     "model.secretRef": {"name": "hub"},
-    "prefixCaching.hashAlgorithm": "sha256",
-    "prefixCaching.isolation": "none",
-    "prefixCaching.hostMemory": "64Gi",
-    "prefixCaching.persistence": {"size": "100Gi"},
-    "prefixCaching.warmup": {"prompts": ["You are"]},
 }
 
 
@@ -99,8 +94,8 @@ def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
 
 def test_all_fields_of_a_later_release_are_named_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "prefixCaching": {"hostMemory": "1Gi"}}))
-    for path in ("spec.model.uri (hf://)", "spec.prefixCaching.hostMemory"):
+        parse(body({"model": {"uri": "hf://Qwen/Qwen3-8B", "revision": "main", "secretRef": {"name": "hub"}}}))
+    for path in ("spec.model.uri (hf://)", "spec.model.revision", "spec.model.secretRef"):
         assert path in caught.value.message
 
 
