@@ -10,12 +10,12 @@ from typing import Any
 
 from reprise_operator.children.load import RESOURCES
 from reprise_operator.conditions import AUTOSCALING_ACTIVE, Condition, Status
-from reprise_operator.diagnosis import counts
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan
 from reprise_operator.replicas import unplanned_autoscalers
 from reprise_operator.resource import AutoscalingSpec
 from reprise_operator.rollout import find_child, key_of
+from reprise_operator.workloads import counts, workload_of
 
 
 def autoscaling_condition(plan: Plan, observed: Observed) -> list[Condition]:
@@ -43,7 +43,7 @@ def _judge(plan: Plan, observed: Observed, asked: AutoscalingSpec) -> _Judgement
         waits = f" It waits until {left[0].kind}/{left[0].name} is gone." if left else ""
         return "Unknown", "Pending", f"{key_of(plan.autoscaler)} is not there yet.{waits}"
     conditions = {item.get("type"): item for item in child.status.get("conditions") or ()}
-    has_pods = counts(find_child(observed, key_of(plan.deployment))).available > 0
+    has_pods = counts(workload_of(plan, observed)).available > 0
     if asked.provider == "keda":
         return _judge_scaled_object(child, conditions, asked, has_pods=has_pods)
     return _judge_hpa(child, conditions, asked, has_pods=has_pods)

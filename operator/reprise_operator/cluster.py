@@ -187,6 +187,9 @@ class Cluster:
     async def missing_claims(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         return await self._missing(CLAIMS, namespace, names)
 
+    async def missing_config_maps(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
+        return await self._missing(CONFIG_MAPS, namespace, names)
+
     async def _missing(self, resource: ResourceType, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         present = await _gather(*(self._exists(resource, namespace, name) for name in names))
         return tuple(name for name, exists in zip(names, present, strict=True) if exists is False)
@@ -219,7 +222,7 @@ class Cluster:
             try:
                 answer = await self._apply(manifest, present)
             except ClusterError as error:
-                if present is None or error.status != 422:
+                if present is None or error.status != 422 or "spec" not in manifest:
                     raise
                 await self._reset(manifest, present, error)
                 answer = await self._apply(manifest, present)
@@ -302,9 +305,29 @@ class Cluster:
         )
         return replace(workload, body=answer)
 
-    async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
-        """Deletes a child if it is still this very object. False when it was gone or another one already."""
+    async def scale(self, namespace: str, *, kind: str, name: str, uid: str, replicas: int) -> bool:
+        """Sets the replicas of a workload if it is still this very object. False when it was gone or another one."""
+        change = {"metadata": {"uid": uid}, "spec": {"replicas": replicas}}
         resource = next(resource for resource in ALL_CHILD_TYPES if resource.kind == kind)
+        try:
+            await self._api.request(
+                "patch",
+                resource,
+                namespace,
+                name,
+                body=change,
+                content_type=MERGE_PATCH,
+                field_manager=FIELD_MANAGER,
+            )
+        except ClusterError as error:
+            if error.fault in (Fault.NOT_FOUND, Fault.CONFLICT):
+                return False
+            raise
+        return True
+
+    async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
+        """Deletes a child or a pod if it is still this very object. False when it was gone or another one already."""
+        resource = next(resource for resource in (*ALL_CHILD_TYPES, PODS) if resource.kind == kind)
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",

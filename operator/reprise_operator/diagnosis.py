@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from reprise_operator.children.deployment import progress_deadline_seconds
 from reprise_operator.children.fetch import FETCH_CONTAINER
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.kinds import SCALED_OBJECTS
@@ -21,6 +22,7 @@ from reprise_operator.plan import Manifest, Plan
 from reprise_operator.references import unresolved
 from reprise_operator.replicas import unplanned_autoscalers, wanted_replicas
 from reprise_operator.rollout import conflicts, find_child, key_of
+from reprise_operator.workloads import WorkloadCounts, counts, predecessors, total, workload_of, workloads
 
 UNSCHEDULABLE_SECONDS = 600.0
 """A pod without a node for so long needs a person: until then a cluster autoscaler or a finished job may help."""
@@ -45,32 +47,6 @@ class Diagnosis:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentCounts:
-    """Figures of a Deployment's status; all 0 while there is none."""
-
-    replicas: int = 0
-    updated: int = 0
-    ready: int = 0
-    available: int = 0
-    seen: bool = False
-    """Whether they are about the Deployment's present generation."""
-
-
-def counts(deployment: ObservedChild | None) -> DeploymentCounts:
-    """Read them from the observed Deployment."""
-    if deployment is None:
-        return DeploymentCounts()
-    status = deployment.status
-    return DeploymentCounts(
-        replicas=int(status.get("replicas", 0)),
-        updated=int(status.get("updatedReplicas", 0)),
-        ready=int(status.get("readyReplicas", 0)),
-        available=int(status.get("availableReplicas", 0)),
-        seen=int(status.get("observedGeneration", 0)) >= deployment.generation,
-    )
-
-
 def diagnose(plan: Plan, observed: Observed, *, now: float, held: Diagnosis | None = None) -> Diagnosis:
     """How the service is doing now. `held`: why the present spec's template is not given to the workload (yet)."""
     taken = conflicts(plan, observed)
@@ -85,34 +61,34 @@ def diagnose(plan: Plan, observed: Observed, *, now: float, held: Diagnosis | No
         return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
     if held is not None:
         return held
-    deployment = find_child(observed, key_of(plan.deployment))
-    taken = _hostname_taken(plan)
-    if taken is None and _is_ready(plan, observed, deployment):
-        return _ready(plan, deployment)
-    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(deployment)
+    workload = workload_of(plan, observed)
+    hostname = _hostname_taken(plan)
+    if hostname is None and _is_ready(plan, observed, workload):
+        return _ready(plan, observed, workload)
+    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(workload)
     if failure is not None:
         return failure
-    if taken is not None:
-        return taken
-    waiting = _unschedulable(observed, counts(deployment), now) or _first_crash(observed)
-    if _has_enough(plan, observed, deployment):
-        return _growing(plan, deployment, waiting)
-    deadline = _deadline(deployment)
+    if hostname is not None:
+        return hostname
+    waiting = _unschedulable(observed, total(workloads(observed), workload), now) or _first_crash(observed)
+    if _has_enough(plan, observed, workload):
+        return _growing(plan, workload, waiting)
+    deadline = _deadline(plan, observed, workload, now)
     if waiting is not None:
         return Diagnosis(state=State.STALLED, reason=waiting.reason, message=waiting.message) if deadline else waiting
     if deadline is not None:
         return _stalled("ProgressDeadlineExceeded", deadline)
-    return _progress(plan, observed, deployment)
+    return _progress(plan, observed, workload)
 
 
 def why_not_ready(plan: Plan, observed: Observed, *, now: float) -> Diagnosis | None:
     """What stops the pods of the present template; None where nothing is seen to."""
-    deployment = find_child(observed, key_of(plan.deployment))
+    workload = workload_of(plan, observed)
     return (
         _missing_objects(plan, observed)
         or _failure_of_pods(plan, observed)
-        or _failure_of(deployment)
-        or _unschedulable(observed, counts(deployment), now)
+        or _failure_of(workload)
+        or _unschedulable(observed, total(workloads(observed), workload), now)
         or _first_crash(observed)
     )
 
@@ -135,41 +111,49 @@ def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
     return bool(annotations.get(PLAN_HASH_ANNOTATION) == manifest["metadata"]["annotations"][PLAN_HASH_ANNOTATION])
 
 
-def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
-    figures = counts(deployment)
-    wanted = wanted_replicas(plan, deployment)
+def _is_ready(plan: Plan, observed: Observed, workload: ObservedChild | None) -> bool:
+    figures = counts(workload)
+    wanted = wanted_replicas(plan, workload)
     # No pod of an older template may be left, and every one of the present must be ready: old ones do not count. The
-    # figures are the Deployment controller's and may lag behind; the pods are asked too.
+    # figures are its controller's and may lag behind; the pods are asked too.
     ready = sum(pod.ready and not pod.failures for pod in current_pods(observed))
     settled = figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
-    return _all_applied(plan, observed) and settled and ready >= wanted
+    return _all_applied(plan, observed) and not predecessors(plan, observed) and settled and ready >= wanted
 
 
 def _all_applied(plan: Plan, observed: Observed) -> bool:
     return all(_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
 
 
-def _has_enough(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
+def _has_enough(plan: Plan, observed: Observed, workload: ObservedChild | None) -> bool:
     """Whether an autoscaled service has all pods that it must have. More are a matter of load, and take minutes to
     start: a service is not out of order for it, nor because no node has room for a peak."""
-    asked, figures = plan.service.spec.autoscaling, counts(deployment)
+    asked, figures = plan.service.spec.autoscaling, counts(workload)
     if asked is None or not plan.autoscaled or not _all_applied(plan, observed) or not figures.seen:
+        return False
+    if predecessors(plan, observed):
         return False
     return figures.replicas == figures.updated and figures.available >= max(asked.min_replicas, 1)
 
 
-def _ready(plan: Plan, deployment: ObservedChild | None) -> Diagnosis:
-    wanted = wanted_replicas(plan, deployment)
+def _ready(plan: Plan, observed: Observed, workload: ObservedChild | None) -> Diagnosis:
+    wanted = wanted_replicas(plan, workload)
     if plan.service.spec.suspend:
         return Diagnosis(state=State.READY, reason="Suspended", message="spec.suspend is true; no pod runs.")
     if wanted == 0:
         who = "The autoscaler found no load" if plan.autoscaled else "spec.replicas is 0"
         return Diagnosis(state=State.READY, reason="ScaledToZero", message=f"{who}; no pod runs.")
-    return Diagnosis(state=State.READY, reason="Ready", message=f"{wanted} of {wanted} pods are ready.")
+    message = f"{wanted} of {wanted} pods are ready."
+    for name in plan.config_map_names:
+        if name in observed.missing_config_maps:
+            message += (
+                f" ConfigMap {name} of spec.prefixCaching.warmup does not exist: pods start without their warm-up."
+            )
+    return Diagnosis(state=State.READY, reason="Ready", message=message)
 
 
-def _growing(plan: Plan, deployment: ObservedChild | None, waiting: Diagnosis | None) -> Diagnosis:
-    figures, wanted = counts(deployment), wanted_replicas(plan, deployment)
+def _growing(plan: Plan, workload: ObservedChild | None, waiting: Diagnosis | None) -> Diagnosis:
+    figures, wanted = counts(workload), wanted_replicas(plan, workload)
     message = f"{figures.available} of {wanted} pods are ready; the autoscaler asked for more than there are."
     if waiting is not None:
         message += f" {waiting.message}"
@@ -259,7 +243,7 @@ def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagno
     words = failure.message.strip()
     if failure.reason in _IMAGE:
         cause = _BACK_OFF.sub("", words) or "it is not there, or may not be read; see spec.runtime.imagePullSecrets"
-        image = plan.deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        image = plan.workload["spec"]["template"]["spec"]["containers"][0]["image"]
         of = f" {image}" if failure.container == CONTAINER else ""
         return _stalled("ImagePullFailed", f"{where}: the image{of} cannot be pulled: {cause}")
     if failure.reason in _CONFIG:
@@ -351,15 +335,15 @@ def _first_crash(observed: Observed) -> Diagnosis | None:
     return None
 
 
-def _failure_of(deployment: ObservedChild | None) -> Diagnosis | None:
-    """The ReplicaSet may not create pods: quota, Pod Security, a webhook."""
-    condition = _condition(deployment, "ReplicaFailure")
+def _failure_of(workload: ObservedChild | None) -> Diagnosis | None:
+    """The ReplicaSet may not create pods: quota, Pod Security, a webhook. A StatefulSet says so in its events only."""
+    condition = _condition(workload, "ReplicaFailure")
     if condition.get("status") != "True":
         return None
     return _stalled("PodsRefused", condition.get("message", "The API server refuses the pods."))
 
 
-def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) -> Diagnosis | None:
+def _unschedulable(observed: Observed, figures: WorkloadCounts, now: float) -> Diagnosis | None:
     for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
         if pod.scheduled or not pod.unschedulable_message:
             continue
@@ -372,21 +356,32 @@ def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) ->
     return None
 
 
-def _deadline(deployment: ObservedChild | None) -> str | None:
-    condition = _condition(deployment, "Progressing")
+def _deadline(plan: Plan, observed: Observed, workload: ObservedChild | None, now: float) -> str | None:
+    if plan.workload["kind"] == "StatefulSet":
+        return _late_pod(plan, observed, now)
+    condition = _condition(workload, "Progressing")
     if condition.get("reason") != "ProgressDeadlineExceeded":
         return None
     return condition.get("message", "The rollout made no progress for too long.")
 
 
-def _condition(deployment: ObservedChild | None, kind: str) -> dict[str, str]:
-    if deployment is None or int(deployment.status.get("observedGeneration", 0)) < deployment.generation:
+def _late_pod(plan: Plan, observed: Observed, now: float) -> str | None:
+    """A StatefulSet knows no deadline: a pod of it that is not ready by then is late."""
+    seconds = progress_deadline_seconds(plan.service)
+    for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
+        if not pod.ready and not pod.started and pod.created_at is not None and now - pod.created_at > seconds:
+            return f"Pod {pod.name} has not become ready within {seconds} s."
+    return None
+
+
+def _condition(workload: ObservedChild | None, kind: str) -> dict[str, str]:
+    if workload is None or int(workload.status.get("observedGeneration", 0)) < workload.generation:
         return {}
-    found = (item for item in deployment.status.get("conditions") or () if item.get("type") == kind)
+    found = (item for item in workload.status.get("conditions") or () if item.get("type") == kind)
     return dict(next(found, {}))
 
 
-def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> Diagnosis:
+def _progress(plan: Plan, observed: Observed, workload: ObservedChild | None) -> Diagnosis:
     for manifest in plan.children:
         if not _is_applied(manifest, find_child(observed, key_of(manifest))):
             fault = observed.apply_faults.get(str(key_of(manifest)))
@@ -403,15 +398,21 @@ def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) 
             f"`kubectl logs {fetching[0]} -c {FETCH_CONTAINER}` tells how far it is."
         )
         return Diagnosis(state=State.PROGRESSING, reason="FetchingModel", message=message)
-    figures = counts(deployment)
+    figures = counts(workload)
     if not figures.seen:
-        message = "The Deployment controller has not seen the present template yet."
+        message = f"The {plan.workload['kind']} controller has not seen the present template yet."
         return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
     old = figures.replicas - figures.updated
     ready = sum(pod.ready for pod in current_pods(observed))
-    wanted = wanted_replicas(plan, deployment)
+    wanted = wanted_replicas(plan, workload)
     message = f"{min(ready, figures.updated)} of {wanted} pods of the present template are ready"
     message += f", {old} of an older one to be replaced." if old > 0 else "."
+    before = predecessors(plan, observed)
+    if before:
+        names = ", ".join(f"{child.kind}/{child.name}" for child in before)
+        message += f" {names} gives up a pod for each that serves, {total(before, None).available} serve there."
+    elif plan.workload["kind"] == "StatefulSet" and figures.replicas < wanted:
+        message += f" `kubectl describe {key_of(plan.workload)}` says why a pod is not made."
     return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
 
 

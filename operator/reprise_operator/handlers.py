@@ -17,7 +17,16 @@ from kubernetes.aio.client import Configuration
 from reprise_operator.api import load_connection
 from reprise_operator.cluster import Key
 from reprise_operator.directory import Directory
-from reprise_operator.kinds import CHILD_TYPES, INFERENCE_SERVICES, PODS, ResourceType
+from reprise_operator.kinds import (
+    CHILD_TYPES,
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    SERVICES,
+    STATEFUL_SETS,
+    ResourceType,
+)
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import CHECK_LABEL, MANAGED_BY_SELECTOR, NAME_LABEL
 from reprise_operator.settings import GROUP, KIND
@@ -102,11 +111,19 @@ def register(registry: kopf.OperatorRegistry, waker: Waker) -> None:
 
     @kopf.on.event("apps", "deployments", registry=registry)
     async def deployment_changed(event: kopf.RawEvent, **_: Any) -> None:
-        waker.child_event(event["object"], CHILD_TYPES[0], deleted=event["type"] == "DELETED")
+        waker.child_event(event["object"], DEPLOYMENTS, deleted=event["type"] == "DELETED")
 
     @kopf.on.event("", "v1", "services", registry=registry)
     async def network_service_changed(event: kopf.RawEvent, **_: Any) -> None:
-        waker.child_event(event["object"], CHILD_TYPES[1], deleted=event["type"] == "DELETED")
+        waker.child_event(event["object"], SERVICES, deleted=event["type"] == "DELETED")
+
+    @kopf.on.event("apps", "statefulsets", registry=registry)
+    async def stateful_set_changed(event: kopf.RawEvent, **_: Any) -> None:
+        waker.child_event(event["object"], STATEFUL_SETS, deleted=event["type"] == "DELETED")
+
+    @kopf.on.event("", "v1", "configmaps", registry=registry)
+    async def config_map_changed(event: kopf.RawEvent, **_: Any) -> None:
+        waker.child_event(event["object"], CONFIG_MAPS, deleted=event["type"] == "DELETED")
 
     @kopf.on.event("", "v1", "pods", registry=registry)
     async def pod_changed(event: kopf.RawEvent, **_: Any) -> None:

@@ -35,9 +35,11 @@ class ResourceType:
 
 INFERENCE_SERVICES = ResourceType(f"{GROUP}/{VERSION}", KIND, PLURAL)
 DEPLOYMENTS = ResourceType("apps/v1", "Deployment", "deployments")
+STATEFUL_SETS = ResourceType("apps/v1", "StatefulSet", "statefulsets")
 REPLICA_SETS = ResourceType("apps/v1", "ReplicaSet", "replicasets")
 SERVICES = ResourceType("v1", "Service", "services")
 PODS = ResourceType("v1", "Pod", "pods")
+CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 SECRETS = ResourceType("v1", "Secret", "secrets")
 CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
@@ -53,8 +55,12 @@ SCALED_OBJECTS = ResourceType("keda.sh/v1alpha1", "ScaledObject", "scaledobjects
 HORIZONTAL_POD_AUTOSCALERS = ResourceType("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 DISRUPTION_BUDGETS = ResourceType("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 
-CHILD_TYPES = (DEPLOYMENTS, SERVICES)
+CHILD_TYPES = (DEPLOYMENTS, SERVICES, STATEFUL_SETS, CONFIG_MAPS)
 """What a Plan may contain: applied, watched, repaired, pruned."""
+
+WORKLOAD_KINDS = (DEPLOYMENTS.kind, STATEFUL_SETS.kind)
+"""What makes the engine pods (workloads.py knows which). One that the Plan does not name any more is handed over, not
+pruned (handover.py)."""
 
 FOREIGN_TYPES = (INFERENCE_POOLS, HTTP_ROUTES, POD_MONITORS, SCALED_OBJECTS)
 """The same, of kinds that another project's CRD defines: they may be absent, appear and go while the operator runs."""
@@ -82,9 +88,12 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         (GROUP, PLURAL): {"get", "list"},
         (GROUP, f"{PLURAL}/status"): {"patch"},
         ("apps", "deployments"): {"get", "list", "create", "patch", "delete"},
+        ("apps", "statefulsets"): {"get", "list", "create", "patch", "delete"},
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
-        ("", "pods"): {"list"},
+        ("", "configmaps"): {"get", "list", "create", "patch", "delete"},
+        # Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
+        ("", "pods"): {"list", "delete"},
         # The end of a container's log, where its last words do not tell why it ended.
         ("", "pods/log"): {"get"},
         # The check of a change before the last serving pod is taken for it.
@@ -92,7 +101,6 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         # By name only, those that a service refers to: whether they exist (imagePullSecrets, by a request for metadata)
         # and whether what the pods read of them has changed.
         ("", "secrets"): {"get"},
-        ("", "configmaps"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
         **{(kind.group, kind.plural): {"get", "list", "create", "patch", "delete"} for kind in OPTIONAL_TYPES},
         # Listed: those about one pod that waits for its volumes.
@@ -105,7 +113,9 @@ WATCH_PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
     {
         (GROUP, PLURAL): {"list", "watch"},
         ("apps", "deployments"): {"list", "watch"},
+        ("apps", "statefulsets"): {"list", "watch"},
         ("", "services"): {"list", "watch"},
+        ("", "configmaps"): {"list", "watch"},
         ("", "pods"): {"list", "watch"},
     }
 )

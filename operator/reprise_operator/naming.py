@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from reprise_operator.resource import Identity
 
 MAX_NAME = 63
+MAX_STATEFUL_SET_NAME = 52
+"""A StatefulSet's pods carry a label of its name and a hash of ten characters: with more, no pod could be made."""
 HASH_LENGTH = 8
 
 NAME_LABEL = f"{GROUP}/name"

@@ -21,6 +21,7 @@ from reprise_operator.settings import ENGINE_PORT
 Body = Mapping[str, Any]
 
 TEMPLATE_HASH_LABEL = "pod-template-hash"
+STATEFUL_SET_HASH_LABEL = "controller-revision-hash"
 REVISION_ANNOTATION = "deployment.kubernetes.io/revision"
 
 # A container that is merely being set up waits with one of these.
@@ -40,6 +41,7 @@ def observed_pod(body: Body) -> ObservedPod:
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
+    labels, containers = metadata.get("labels") or {}, status.get("containerStatuses") or ()
     is_scheduled = scheduled.get("status") == "True" or bool((body.get("spec") or {}).get("nodeName"))
     return ObservedPod(
         name=metadata["name"],
@@ -48,11 +50,12 @@ def observed_pod(body: Body) -> ObservedPod:
         phase=status.get("phase") or "Pending",
         ready=conditions.get("Ready", {}).get("status") == "True",
         terminating="deletionTimestamp" in metadata,
-        template_hash=(metadata.get("labels") or {}).get(TEMPLATE_HASH_LABEL),
+        template_hash=labels.get(TEMPLATE_HASH_LABEL) or labels.get(STATEFUL_SET_HASH_LABEL),
         started_at=_seconds(status.get("startTime")),
         created_at=_seconds(metadata.get("creationTimestamp")),
         node=(body.get("spec") or {}).get("nodeName"),
         scheduled=is_scheduled,
+        started=bool(containers) and all(container.get("started") for container in containers),
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
         terminations=_terminations(status),
@@ -61,30 +64,33 @@ def observed_pod(body: Body) -> ObservedPod:
     )
 
 
-def current_template_hash(deployment: Body | None, replica_sets: Iterable[Body]) -> str | None:
-    """pod-template-hash of the ReplicaSet that carries the Deployment's newest revision.
+def current_template_hash(workload: Body | None, replica_sets: Iterable[Body]) -> str | None:
+    """What pods of the present template are labelled with: the update revision of a StatefulSet, of a Deployment the
+    pod-template-hash of the ReplicaSet that carries its newest revision.
 
-    None while there is none, and while the Deployment controller has not seen the Deployment's present generation:
-    the newest ReplicaSet may then still be the old template's.
+    None while there is none, and while the controller has not seen the workload's present generation: what it says may
+    then still be about the old template.
     """
-    if deployment is None:
+    if workload is None:
         return None
-    metadata = deployment["metadata"]
-    if (deployment.get("status") or {}).get("observedGeneration") != metadata.get("generation"):
+    metadata, status = workload["metadata"], workload.get("status") or {}
+    if status.get("observedGeneration") != metadata.get("generation"):
         return None
-    owned = [replica_set["metadata"] for replica_set in replica_sets if _is_of(deployment, replica_set)]
+    if workload["kind"] == "StatefulSet":
+        return status.get("updateRevision") or None
+    owned = [replica_set["metadata"] for replica_set in replica_sets if _is_of(workload, replica_set)]
     if not owned:
         return None
     newest = max(owned, key=_revision)
     return (newest.get("labels") or {}).get(TEMPLATE_HASH_LABEL)
 
 
-def templates(deployment: Body | None, replica_sets: Iterable[Body]) -> dict[str, Body]:
-    """pod-template-hash → pod template of each of the Deployment's ReplicaSets, as the Deployment once had it."""
+def templates(workload: Body | None, replica_sets: Iterable[Body]) -> dict[str, Body]:
+    """pod-template-hash → pod template of each ReplicaSet of a Deployment, as the Deployment once had it."""
     found: dict[str, Body] = {}
     for replica_set in replica_sets:
         name = (replica_set["metadata"].get("labels") or {}).get(TEMPLATE_HASH_LABEL)
-        if deployment is None or name is None or not _is_of(deployment, replica_set):
+        if workload is None or name is None or not _is_of(workload, replica_set):
             continue
         template = replica_set["spec"]["template"]
         labels = {key: value for key, value in template["metadata"]["labels"].items() if key != TEMPLATE_HASH_LABEL}
@@ -92,9 +98,9 @@ def templates(deployment: Body | None, replica_sets: Iterable[Body]) -> dict[str
     return found
 
 
-def _is_of(deployment: Body, replica_set: Body) -> bool:
+def _is_of(workload: Body, replica_set: Body) -> bool:
     owners = replica_set["metadata"].get("ownerReferences") or ()
-    return any(owner.get("uid") == deployment["metadata"]["uid"] for owner in owners)
+    return any(owner.get("uid") == workload["metadata"]["uid"] for owner in owners)
 
 
 def _revision(metadata: Body) -> int:

@@ -87,9 +87,11 @@ class ObservedPod:
     ready: bool
     terminating: bool
     template_hash: str | None
-    """Label pod-template-hash (Deployment)."""
+    """Label pod-template-hash (Deployment) or controller-revision-hash (StatefulSet)."""
     started_at: float | None
     scheduled: bool
+    started: bool = False
+    """Whether every container has passed its startup probe: such a pod has served, though it may not be ready now."""
     unschedulable_message: str | None = None
     failures: tuple[ContainerFailure, ...] = ()
     terminations: tuple[Termination, ...] = ()
@@ -138,10 +140,13 @@ class Observed:
     missing_claims: tuple[str, ...] = ()
     references: Mapping[ObjectRef, ObservedReference] = field(default_factory=dict)
     """The Secrets and ConfigMaps that the pods read at their start; one that we may not read is not among them."""
+    missing_config_maps: tuple[str, ...] = ()
     template_hash: str | None = None
-    """pod-template-hash of the Deployment's newest ReplicaSet: pods that carry it are the current ones."""
+    """pod-template-hash of the Deployment's newest ReplicaSet, or the StatefulSet's update revision: pods that carry it
+    are the current ones."""
     templates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """pod-template-hash → pod template, of each of the Deployment's ReplicaSets: what it can be rolled back to."""
+    """pod-template-hash → pod template, of each of a Deployment's ReplicaSets: what it can be rolled back to. Empty
+    where the workload is a StatefulSet."""
     apply_errors: Mapping[str, str] = field(default_factory=dict)
     """"Kind/name" → the API server's message, for children whose last apply it refused."""
     apply_faults: Mapping[str, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from reprise_operator.observed import Observed, Termination
 from reprise_operator.plan import Plan
 from reprise_operator.resource import InferenceService
 from reprise_operator.tuning import MemoryEnd
+from reprise_operator.workloads import workload_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +76,10 @@ def shortage(service: InferenceService, *, reason: str | None, words: str, log: 
 def memory_ends(plan: Plan, observed: Observed) -> tuple[MemoryEnd, ...]:
     """The ends by lack of memory that say something about the Plan's present share, and that a smaller one would cure.
 
-    Only pods of the Deployment's present template count, and only where that was applied from this very Plan: what ran
+    Only pods of the workload's present template count, and only where that was applied from this very Plan: what ran
     with another share, or with other inputs, has been answered already.
     """
-    planned = plan.deployment["metadata"]
-    applied = next(
-        (child for child in observed.children if (child.kind, child.name) == ("Deployment", planned["name"])), None
-    )
+    planned, applied = plan.workload["metadata"], workload_of(plan, observed)
     if applied is None or not applied.owned or observed.template_hash is None:
         return ()
     annotations = applied.body["metadata"].get("annotations") or {}

@@ -12,7 +12,9 @@ from reprise_operator.children.disruption import build_disruption_budget
 from reprise_operator.children.gateway import GatewayPlan, plan_gateway
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.monitor import build_pod_monitor
+from reprise_operator.children.prefix_cache import build_warmup
 from reprise_operator.children.service import build_service, service_url
+from reprise_operator.children.statefulset import build_stateful_set
 from reprise_operator.children.strategy import needs_free_devices
 from reprise_operator.hostnames import HostnameTaken
 from reprise_operator.kinds import AUTOSCALER_TYPES, DISRUPTION_BUDGETS, POD_MONITORS, ResourceType
@@ -31,9 +33,12 @@ class Plan:
     """Everything one InferenceService should own, and the figures status repeats."""
 
     service: InferenceService
-    deployment: Manifest
+    workload: Manifest
+    """What makes the pods: a Deployment, or a StatefulSet where each replica has a volume of its own."""
     network_service: Manifest
     """The Kubernetes Service."""
+    warmup: Manifest | None
+    """The ConfigMap with the warm-up's prompts, where the spec holds them."""
     replicas: int
     """Pods wanted now: 0 while suspended. With `autoscaled` only the number to start from."""
     memory: MemoryPlan
@@ -64,8 +69,9 @@ class Plan:
         gateway = self.gateway.children if self.gateway is not None else ()
         optional = (
             self.network_service,
+            self.warmup,
             before,
-            self.deployment,
+            self.workload,
             after,
             self.disruption_budget,
             *gateway,
@@ -80,6 +86,8 @@ class Plan:
         names = [reference.name for reference in spec.runtime.image_pull_secrets]
         if spec.auth.api_key_secret_ref is not None:
             names.append(spec.auth.api_key_secret_ref.name)
+        if self.service.prefix_caching and spec.prefix_caching.isolation_secret_ref is not None:
+            names.append(spec.prefix_caching.isolation_secret_ref.name)
         return tuple(dict.fromkeys(names))
 
     @property
@@ -90,9 +98,16 @@ class Plan:
     @property
     def claim_names(self) -> tuple[str, ...]:
         """PersistentVolumeClaims without which a pod cannot start."""
-        volumes = self.deployment["spec"]["template"]["spec"].get("volumes", ())
+        volumes = self.workload["spec"]["template"]["spec"].get("volumes", ())
         claims = (v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v)
         return tuple(dict.fromkeys(claims))
+
+    @property
+    def config_map_names(self) -> tuple[str, ...]:
+        """ConfigMaps of the user's that pods read; a pod starts without them."""
+        warmup = self.service.warmup
+        reference = None if warmup is None else warmup.config_map_key_ref
+        return () if reference is None else (reference.name,)
 
 
 def plan(
@@ -124,13 +139,15 @@ def plan(
     replicas = _replicas(service)
     # Where an autoscaler decides, the manifest leaves the number out; replicas.py puts it in when it has to be there.
     autoscaled = service.spec.autoscaling is not None and not service.spec.suspend
-    deployment = build_deployment(service, settings, replicas=None if autoscaled else replicas, memory=memory)
-    scaling = _scaling(service, settings, workload=deployment)
+    build = build_stateful_set if service.has_own_volumes else build_deployment
+    workload = build(service, settings, replicas=None if autoscaled else replicas, memory=memory)
+    scaling = _scaling(service, settings, workload=workload)
     usable = {kind: manifest for kind, manifest in scaling.items() if kind in available}
     return Plan(
         service=service,
-        deployment=deployment,
+        workload=workload,
         network_service=build_service(service, sticky=gateway is not None and not gateway.is_reached),
+        warmup=build_warmup(service),
         replicas=replicas,
         autoscaled=autoscaled,
         memory=memory,

@@ -21,13 +21,14 @@ from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.directory import Directory
 from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Happening, Recorder, transitions
+from reprise_operator.handover import DeletePod, Scale, hand_over, unblock
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.hostnames import Hostnames, claim_of
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.log_tails import LogTails
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.mounts import MountReader
-from reprise_operator.naming import OWNER_UID_LABEL, child_name, selector_labels
+from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
 from reprise_operator.observe import Scraper, current_template_hash, observed_pod, templates
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.out_of_memory import memory_ends
@@ -46,6 +47,7 @@ from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, 
 from reprise_operator.status import build_status
 from reprise_operator.tuning import MemoryState, carried, lowered, memory_status
 from reprise_operator.watch import WatchHealth, watched_objects
+from reprise_operator.workloads import workload_of, workloads
 from reprise_operator.workqueue import Retry
 
 logger = logging.getLogger(__name__)
@@ -191,16 +193,18 @@ class Reconciler:
         uids = frozenset(pod.uid for pod in pods)
         references = await self.references.read(self.cluster, namespace, wanted.references if wanted else ())
         # Of an object that is read whether it is there is known by that.
-        secrets = (
-            [name for name in wanted.secret_names if ObjectRef("Secret", name) not in references] if wanted else []
-        )
+        names = (wanted.secret_names, wanted.config_map_names) if wanted else ((), ())
+        secrets = [name for name in names[0] if ObjectRef("Secret", name) not in references]
+        config_maps = [name for name in names[1] if ObjectRef("ConfigMap", name) not in references]
         self.scraper.forget(memory.pods - uids)
         self._logs.forget(memory.pods - uids)
         self.mounts.forget(memory.pods - uids)
         memory.pods = uids
         if wanted is not None and wanted.service.spec.runtime.name is Runtime.VLLM_ASCEND:
             pods = list(await self._logs.observe(namespace, pods, read=self.cluster.log_tail))
-        replica_sets = await self.cluster.replica_sets(namespace, labels)
+        workload = _workload(wanted, Observed(at=self.clock(), children=children))
+        # Only Deployments have them.
+        replica_sets = await self.cluster.replica_sets(namespace, labels) if _makes_replica_sets(workload) else ()
         return Observed(
             at=self.clock(),
             children=children,
@@ -208,8 +212,9 @@ class Reconciler:
             missing_secrets=await self.cluster.missing_secrets(namespace, secrets),
             references=references,
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
-            template_hash=current_template_hash(_deployment(children, identity), replica_sets),
-            templates=templates(_deployment(children, identity), replica_sets),
+            missing_config_maps=await self.cluster.missing_config_maps(namespace, config_maps),
+            template_hash=current_template_hash(workload, replica_sets),
+            templates=templates(workload, replica_sets),
             apply_errors=dict(memory.refused),
         )
 
@@ -255,16 +260,17 @@ class Reconciler:
         # A child that was deleted is known until it was seen gone, since its kind is looked at as long.
         named = {*children, *map(key_of, planned.children)}
         memory.applied = {key: record for key, record in memory.applied.items() if key in named}
-        workload = planned.deployment if release.deployment is None else release.deployment
-        actions = decide(replace(planned, deployment=workload), observed, applied=memory.applied)
-        if release.deployment is None:
-            actions = tuple(action for action in actions if action.key != key_of(workload))
+        given = planned.workload if release.workload is None else release.workload
+        decided = decide(replace(planned, workload=given), observed, applied=memory.applied)
+        if release.workload is None:
+            decided = tuple(action for action in decided if action.key != key_of(given))
+        actions = (*decided, *hand_over(planned, observed), *unblock(planned, observed))
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
         memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
         for action in actions:
-            if isinstance(action, Delete):
-                await self._delete(body, action)
+            if not isinstance(action, Apply):
+                await self._take_away(body, action)
                 continue
             present = children.get(action.key)
             try:
@@ -288,16 +294,16 @@ class Reconciler:
                     await self._applied(body, action, result, present, memory)
                     children[action.key] = _child(action, result)
         after = tuple(children.values())
-        deployment = _deployment(after, planned.identity)
-        changed = deployment is not _deployment(observed.children, planned.identity)
+        workload = _workload(planned, replace(observed, children=after))
+        changed = workload is not _workload(planned, observed)
         return (
             replace(
                 observed,
                 children=after,
                 apply_errors=dict(memory.refused),
                 apply_faults=faults,
-                # A Deployment that was just changed has its newest ReplicaSet still to come.
-                template_hash=observed.template_hash if not changed or _is_settled(deployment) else None,
+                # A workload that was just changed has its newest revision still to come.
+                template_hash=observed.template_hash if not changed or _is_settled(workload) else None,
             ),
             conflict,
         )
@@ -327,13 +333,25 @@ class Reconciler:
             happening = Happening(type="Normal", reason="Updated", action="Apply", note=f"Updated {action.key}{why}")
         await self.recorder.record(body, happening)
 
-    async def _delete(self, body: Body, action: Delete) -> None:
+    async def _take_away(self, body: Body, action: Delete | Scale | DeletePod) -> None:
         namespace = body["metadata"]["namespace"]
-        deleted = await self.cluster.delete(namespace, kind=action.key.kind, name=action.key.name, uid=action.uid)
-        if deleted:
-            self.metrics.writes.labels(action.key.kind, "deleted").inc()
-            note = f"Deleted {action.key}, which is not needed any more"
-            await self.recorder.record(body, Happening(type="Normal", reason="Deleted", action="Delete", note=note))
+        match action:
+            case Delete(key=key, uid=uid):
+                done = await self.cluster.delete(namespace, kind=key.kind, name=key.name, uid=uid)
+                note = f"Deleted {key}, which is not needed any more"
+                kind, outcome, reason = key.kind, "deleted", "Deleted"
+            case Scale(key=key, uid=uid, replicas=replicas):
+                done = await self.cluster.scale(namespace, kind=key.kind, name=key.name, uid=uid, replicas=replicas)
+                note = f"Scaled {key} to {replicas}: others have taken over from its pods"
+                kind, outcome, reason = key.kind, "scaled", "HandedOver"
+            case DeletePod(name=name, uid=uid):
+                done = await self.cluster.delete(namespace, kind="Pod", name=name, uid=uid)
+                note = f"Deleted Pod/{name}, which is of an older template and not ready: the rollout waits for it"
+                kind, outcome, reason = "Pod", "deleted", "BrokenPodDeleted"
+        if done:
+            self.metrics.writes.labels(kind, outcome).inc()
+            verb = "Scale" if isinstance(action, Scale) else "Delete"
+            await self.recorder.record(body, Happening(type="Normal", reason=reason, action=verb, note=note))
 
     async def _tell_of_scaling(self, body: Body, planned: Plan, memory: _Memory) -> None:
         """`kubectl scale` of a service whose pods an autoscaler counts changes nothing, but not in silence."""
@@ -422,17 +440,21 @@ class Reconciler:
         self.metrics.services.set(len(self._memories))
 
 
-def _deployment(children: tuple[ObservedChild, ...], identity: Identity) -> Body | None:
-    """The engine's; an endpoint picker has one, too."""
-    key = ("Deployment", child_name(identity))
-    return next((child.body for child in children if (child.kind, child.name) == key and child.owned), None)
+def _workload(plan: Plan | None, observed: Observed) -> Body | None:
+    """The workload that the Plan names; without a Plan the one that is there."""
+    child = next(iter(workloads(observed)), None) if plan is None else workload_of(plan, observed)
+    return child.body if child is not None and child.owned else None
 
 
-def _is_settled(deployment: Body | None) -> bool:
-    """Whether the Deployment controller has seen the present generation."""
-    if deployment is None:
+def _makes_replica_sets(workload: Body | None) -> bool:
+    return workload is not None and workload["kind"] == "Deployment"
+
+
+def _is_settled(workload: Body | None) -> bool:
+    """Whether its controller has seen the present generation."""
+    if workload is None:
         return False
-    return bool((deployment.get("status") or {}).get("observedGeneration") == deployment["metadata"].get("generation"))
+    return bool((workload.get("status") or {}).get("observedGeneration") == workload["metadata"].get("generation"))
 
 
 def _child(action: Apply, result: ApplyResult) -> ObservedChild:

@@ -91,6 +91,13 @@ def references_of(service: InferenceService) -> tuple[Reference, ...]:
     if credentials is not None and isinstance(service.source, FetchedModel):
         required, optional = CREDENTIALS[service.source.scheme]
         use("Secret", credentials.name, "spec.model.secretRef", required=required, optional=optional)
+    salt = spec.prefix_caching.isolation_secret_ref
+    if salt is not None:
+        use("Secret", salt.name, "spec.prefixCaching.isolationSecretRef", required=[salt.key], optional=())
+    warmup = None if service.warmup is None else service.warmup.config_map_key_ref
+    if warmup is not None:
+        where = "spec.prefixCaching.warmup.configMapKeyRef"
+        use("ConfigMap", warmup.name, where, required=[warmup.key], optional=())
     for variable in spec.runtime.env:
         for kind, source in _sources(variable.value_from or {}):
             keys, where = [str(source.get("key"))], f"spec.runtime.env ({variable.name})"
@@ -171,15 +178,15 @@ def followed(plan: Plan, observed: Observed) -> Plan:
             entries[str(reference.object)] = entry
     if not entries:
         return plan
-    deployment = plan.deployment
-    template = deployment["spec"]["template"]
+    workload = plan.workload
+    template = workload["spec"]["template"]
     metadata = template["metadata"]
     annotations = {
         **metadata.get("annotations", {}),
         REFERENCES_ANNOTATION: ",".join(f"{name}={entry}" for name, entry in sorted(entries.items())),
     }
     template = {**template, "metadata": {**metadata, "annotations": annotations}}
-    return replace(plan, deployment=stamped({**deployment, "spec": {**deployment["spec"], "template": template}}))
+    return replace(plan, workload=stamped({**workload, "spec": {**workload["spec"], "template": template}}))
 
 
 def rotated(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
@@ -205,7 +212,7 @@ def annotation_of(workload: Mapping[str, Any]) -> str:
 
 
 def _present_annotation(plan: Plan, observed: Observed) -> str:
-    kind, name = plan.deployment["kind"], plan.deployment["metadata"]["name"]
+    kind, name = plan.workload["kind"], plan.workload["metadata"]["name"]
     found = (child.body for child in observed.children if (child.kind, child.name) == (kind, name))
     return annotation_of(next(found, {}))
 

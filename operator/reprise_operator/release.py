@@ -6,6 +6,9 @@ given now: would it take the last serving pod? Then a Job checks it first (child
 
 Level-triggered like all of it: an edit that is taken back before it was given leaves no trace, and one that was given
 is replaced by the Deployment controller, which takes the pods that do not serve first.
+
+Of a Deployment only. A StatefulSet gets each template at once: its controller replaces one pod at a time and waits for
+it, so a bad change takes one pod, and a good one after it begins with that pod (handover.py).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 from reprise_operator.cause import MAX_CAUSE, end_of
 from reprise_operator.checks import Check, CheckState
 from reprise_operator.children.check_job import DEADLINE_SECONDS, build_check_job, check_job_name
-from reprise_operator.children.deployment import progress_deadline
+from reprise_operator.children.deployment import progress_deadline_seconds
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.children.strategy import (
     Strategy,
@@ -29,13 +32,15 @@ from reprise_operator.children.strategy import (
     surge_strategy,
 )
 from reprise_operator.conditions import timestamp
-from reprise_operator.diagnosis import Diagnosis, State, counts, current_pods, why_not_ready
+from reprise_operator.diagnosis import Diagnosis, State, current_pods, why_not_ready
+from reprise_operator.kinds import DEPLOYMENTS
 from reprise_operator.naming import PLAN_HASH_ANNOTATION, digest
 from reprise_operator.observed import Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan
 from reprise_operator.release_state import LastGood, Rejected, ReleaseState, started
 from reprise_operator.replicas import wanted_replicas
 from reprise_operator.rollout import find_child, key_of
+from reprise_operator.workloads import counts
 
 MAX_REMEMBERED = 1000
 """Characters of a rejection's message; what a condition shows of it is its end."""
@@ -74,7 +79,7 @@ class Evidence:
 class Release:
     """The decision."""
 
-    deployment: Manifest | None
+    workload: Manifest | None
     """What to apply; None leaves the workload as it is."""
     state: ReleaseState
     held: Diagnosis | None = None
@@ -87,11 +92,13 @@ class Release:
 
 def template_hash(plan: Plan) -> str:
     """Ours, of the pod template: it changes with every input of the engine and with nothing else."""
-    return digest(plan.deployment["spec"]["template"])
+    return digest(plan.workload["spec"]["template"])
 
 
 def questions(plan: Plan, observed: Observed, state: ReleaseState, *, now: float, read_nodes: bool) -> Questions:
     """What `decide_release` will want to know."""
+    if not _is_released(plan):
+        return Questions()
     live = _workload(plan, observed)
     if live is None or _is_rejected(plan, state) or plan.replicas == 0:
         return Questions()
@@ -105,9 +112,11 @@ def questions(plan: Plan, observed: Observed, state: ReleaseState, *, now: float
 
 def decide_release(plan: Plan, observed: Observed, state: ReleaseState, evidence: Evidence, *, now: float) -> Release:
     """What the workload gets now. `evidence` answers `questions` of the same arguments."""
+    if not _is_released(plan):
+        return Release(workload=plan.workload, state=ReleaseState())
     live = _workload(plan, observed)
     if live is None:
-        return Release(deployment=plan.deployment, state=_begun(plan, state, now))
+        return Release(workload=plan.workload, state=_begun(plan, state, now))
     state = _adopted(observed, live, state)
     if _is_rejected(plan, state):
         return _stay(plan, observed, state)
@@ -126,7 +135,7 @@ def _stay(plan: Plan, observed: Observed, state: ReleaseState) -> Release:
     template = observed.templates.get(rejected.pod_template_hash or "")
     held = Diagnosis(state=State.STALLED, reason=rejected.reason, message=rejected.message)
     kept = replace(state, check_job=None, check_waits=None)
-    return Release(deployment=_with_template(plan, template), state=kept, held=held)
+    return Release(workload=_with_template(plan, template), state=kept, held=held)
 
 
 def _go_on(
@@ -142,10 +151,10 @@ def _go_on(
         if observed.template_hash is not None and _is_applied(plan, live):
             good = LastGood(template_hash=wanted, pod_template_hash=observed.template_hash)
             state = replace(state, last_good=good)
-        return Release(deployment=plan.deployment, state=state)
+        return Release(workload=plan.workload, state=state)
     if _is_overdue(plan, live, observed, state, now):
         return _roll_back(plan, observed, state, evidence, now)
-    return Release(deployment=_with_strategy(plan, _live_surge(plan, live)), state=state)
+    return Release(workload=_with_strategy(plan, _live_surge(plan, live)), state=state)
 
 
 def _roll_back(plan: Plan, observed: Observed, state: ReleaseState, evidence: Evidence, now: float) -> Release:
@@ -155,8 +164,9 @@ def _roll_back(plan: Plan, observed: Observed, state: ReleaseState, evidence: Ev
         template_hash=template_hash(plan),
         reason="RolledBack",
         message=_clipped(
-            f"The change made no progress for {progress_deadline(plan.service)} s and was taken back; the pods have "
-            f"the last good template again. Change the spec to try anew. Cause: {_cause(plan, observed, evidence, now)}"
+            f"The change made no progress for {progress_deadline_seconds(plan.service)} s and was taken back; the pods "
+            "have the last good template again. Change the spec to try anew. "
+            f"Cause: {_cause(plan, observed, evidence, now)}"
         ),
         pod_template_hash=good.pod_template_hash,
     )
@@ -178,8 +188,8 @@ def _begin(plan: Plan, observed: Observed, state: ReleaseState, evidence: Eviden
             message="spec.rollout.maxUnavailable is 0 and no device is free for a pod more: the change begins when one "
             "is. The pods serve as they are. Set maxUnavailable to 1 to go on without.",
         )
-        return Release(deployment=_with_template(plan, _live_template(observed)), state=state, held=held)
-    given = Release(deployment=_with_strategy(plan, strategy), state=_begun(plan, state, now))
+        return Release(workload=_with_template(plan, _live_template(observed)), state=state, held=held)
+    given = Release(workload=_with_strategy(plan, strategy), state=_begun(plan, state, now))
     if not _takes_the_last(plan, observed, strategy):
         return given
     return _checked(plan, observed, state, evidence, passed=given, meanwhile=None)
@@ -190,7 +200,7 @@ def _without_surge(
 ) -> Release:
     """The device that was free when the change began is taken: it goes on with what the pods have."""
     meanwhile = _with_strategy(plan, _live_surge(plan, live))
-    given = Release(deployment=plan.deployment, state=state)
+    given = Release(workload=plan.workload, state=state)
     if not _takes_the_last(plan, observed, _default(plan)):
         return given
     return _checked(plan, observed, state, evidence, passed=given, meanwhile=meanwhile)
@@ -213,9 +223,9 @@ def _checked(
     told = f"Job/{name} checks the change (image, arguments, model) before the last serving pod is replaced."
     if check is None:
         node = next((pod.node for pod in _serving(observed) if pod.node), None)
-        job = build_check_job(plan.service, plan.deployment["spec"]["template"], template_hash=wanted, node=node)
+        job = build_check_job(plan.service, plan.workload["spec"]["template"], template_hash=wanted, node=node)
         held = Diagnosis(state=State.PROGRESSING, reason="Checking", message=told)
-        return Release(deployment=meanwhile, state=waiting, held=held, check=job)
+        return Release(workload=meanwhile, state=waiting, held=held, check=job)
     match check.state:
         case CheckState.PASSED:
             return passed
@@ -226,7 +236,7 @@ def _checked(
                 reason=check.reason,
                 message=f"{told} It waits: {check.message}" if check.message else told,
             )
-            return Release(deployment=meanwhile, state=waiting, held=held)
+            return Release(workload=meanwhile, state=waiting, held=held)
         case CheckState.FAILED:
             seen = f" It was seen to wait: {state.check_waits}" if state.check_waits else ""
             words = check.message or f"the check did not end within {DEADLINE_SECONDS} s.{seen}"
@@ -247,8 +257,13 @@ def _checked(
 
 
 def _workload(plan: Plan, observed: Observed) -> ObservedChild | None:
-    child = find_child(observed, key_of(plan.deployment))
+    child = find_child(observed, key_of(plan.workload))
     return None if child is None or not child.owned or child.terminating else child
+
+
+def _is_released(plan: Plan) -> bool:
+    """Whether templates are checked, remembered and taken back: what a ReplicaSet keeps can be."""
+    return bool(plan.workload["kind"] == DEPLOYMENTS.kind)
 
 
 def _is_rejected(plan: Plan, state: ReleaseState) -> bool:
@@ -262,7 +277,7 @@ def _is_given(plan: Plan, live: ObservedChild, state: ReleaseState) -> bool:
 
 def _is_applied(plan: Plan, live: ObservedChild) -> bool:
     annotations = live.body["metadata"].get("annotations") or {}
-    ours = plan.deployment["metadata"]["annotations"][PLAN_HASH_ANNOTATION]
+    ours = plan.workload["metadata"]["annotations"][PLAN_HASH_ANNOTATION]
     return bool(annotations.get(PLAN_HASH_ANNOTATION) == ours)
 
 
@@ -286,7 +301,7 @@ def _is_overdue(plan: Plan, live: ObservedChild, observed: Observed, state: Rele
     conditions = {condition["type"]: condition for condition in live.status.get("conditions") or ()}
     late = conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded"
     since = state.seconds_since_start(now)
-    return late and (since is None or since >= progress_deadline(plan.service))
+    return late and (since is None or since >= progress_deadline_seconds(plan.service))
 
 
 def _is_stuck_surging(plan: Plan, live: ObservedChild, observed: Observed) -> bool:
@@ -347,10 +362,10 @@ def _default(plan: Plan) -> Strategy:
 def _with_strategy(plan: Plan, strategy: Strategy | None) -> Manifest:
     """The planned Deployment with another strategy; still of this plan, so it keeps the plan's hash."""
     if strategy is None or strategy == _default(plan):
-        return plan.deployment
-    spec = plan.deployment["spec"]
+        return plan.workload
+    spec = plan.workload["spec"]
     rolling = {**spec["strategy"], "rollingUpdate": strategy.manifest()}
-    return {**plan.deployment, "spec": {**spec, "strategy": rolling}}
+    return {**plan.workload, "spec": {**spec, "strategy": rolling}}
 
 
 def _with_template(plan: Plan, template: Mapping[str, Any] | None) -> Manifest | None:
@@ -365,10 +380,10 @@ def _with_template(plan: Plan, template: Mapping[str, Any] | None) -> Manifest |
     }
     if kept:
         metadata["annotations"] = kept
-    spec = {**plan.deployment["spec"], "template": {**template, "metadata": metadata}}
-    planned = plan.deployment["metadata"]
+    spec = {**plan.workload["spec"], "template": {**template, "metadata": metadata}}
+    planned = plan.workload["metadata"]
     stamp = {**planned["annotations"], PLAN_HASH_ANNOTATION: digest(spec)}
-    return {**plan.deployment, "metadata": {**planned, "annotations": stamp}, "spec": spec}
+    return {**plan.workload, "metadata": {**planned, "annotations": stamp}, "spec": spec}
 
 
 # Causes -------------------------------------------------------------------------------------------------------------

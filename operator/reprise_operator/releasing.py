@@ -68,7 +68,7 @@ class Releaser:
         if device is None or found is None:
             return None
         nodes, pods = found
-        template = plan.deployment["spec"]["template"]
+        template = plan.workload["spec"]["template"]
         return free_pods(template, nodes, pods, device=device, ours=selector_labels(plan.identity))
 
     async def _check(self, plan: Plan) -> Check | None:

@@ -18,6 +18,7 @@ from reprise_operator.kinds import AUTOSCALER_TYPES
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Manifest, Plan
 from reprise_operator.settings import FIELD_MANAGER
+from reprise_operator.workloads import predecessors
 
 PATIENCE_SECONDS = 60.0
 """How long a deletion of an autoscaler is waited for before the number of pods is taken back all the same: KEDA that
@@ -39,7 +40,7 @@ class Replicas:
 def replicas_of(plan: Plan, workload: ObservedChild | None, observed: Observed) -> Replicas:
     """The decision about the workload as it was observed, None when there is none yet."""
     if workload is None:
-        return Replicas(claimed=plan.replicas)
+        return Replicas(claimed=_first(plan, observed))
     present, owned = _present(workload), owns_replicas(workload.body)
     if not plan.autoscaled:
         return _left(present, owned) if leaving(plan, observed) else Replicas(claimed=plan.replicas)
@@ -49,6 +50,14 @@ def replicas_of(plan: Plan, workload: ObservedChild | None, observed: Observed) 
     if present == 0 and plan.replicas > 0 and (asked.min_replicas > 0 or owned is True):
         return Replicas(claimed=plan.replicas)
     return _left(present, owned)
+
+
+def _first(plan: Plan, observed: Observed) -> int:
+    """Pods of a workload that is made now: where an autoscaler decided for the one before it, as many as that has."""
+    asked, before = plan.service.spec.autoscaling, predecessors(plan, observed)
+    if not plan.autoscaled or asked is None or not before:
+        return plan.replicas
+    return min(max(plan.replicas, sum(_present(child) for child in before)), asked.max_replicas)
 
 
 def _left(present: int, owned: bool | None) -> Replicas:

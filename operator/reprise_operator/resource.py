@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from reprise_operator.children.profiles import DEFAULT_PROFILE
+from reprise_operator.quantity import Quantity
 
 UID = NewType("UID", str)
 
@@ -104,12 +105,73 @@ class RuntimeSpec(_Model):
     resources: Resources = Resources()
 
 
+class Isolation(StrEnum):
+    """Whether callers share prefixes: `none` all that send the same cache_salt, `perKey` those of one API key."""
+
+    NONE = "none"
+    PER_KEY = "perKey"
+
+
+class IsolationSecretRef(_Model):
+    """A key of a Secret in the same namespace: the secret under which salts are made."""
+
+    name: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(min_length=1)] = "isolation-secret"
+
+
+class ConfigMapKeyRef(_Model):
+    """A key of a ConfigMap in the same namespace."""
+
+    name: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(min_length=1)]
+
+
+SHARED_MODE = "ReadWriteMany"
+"""The access mode of a volume that pods on several nodes mount at once."""
+
+AccessMode = Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]
+
+
+class PersistenceSpec(_Model):
+    """Where blocks outlive a pod: `claim_name`, one claim that exists; or `size`, a claim of each replica's own."""
+
+    claim_name: Annotated[str, Field(min_length=1)] | None = None
+    size: Quantity | None = None
+    storage_class_name: str | None = None
+    access_modes: tuple[AccessMode, ...] = ()
+    """With size, those of the claims that are made (ReadWriteOnce when unset); with claim_name, what that claim is."""
+    limit: Quantity | None = None
+    """Bytes the engine keeps there at most. Unset: nine tenths of size, and with claim_name the engine's default."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several pods may mount one claim."""
+        return SHARED_MODE in self.access_modes
+
+
+class WarmupSpec(_Model):
+    """Prompts computed and pinned before a pod is ready: here, or a file in a ConfigMap."""
+
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    config_map_key_ref: ConfigMapKeyRef | None = None
+    timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    """For all of them; None takes the engine's default."""
+
+
 class PrefixCachingSpec(_Model):
-    """`enabled` is three-valued: unset means on."""
+    """`enabled` is three-valued: unset means on. Where it is off, nothing else here is in force, and volumes stay."""
 
     enabled: bool | None = None
     block_size: Annotated[int, Field(ge=1, le=512)] | None = None
     """Tokens a block; None takes the engine's default for its device."""
+    hash_algorithm: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] | None = None
+    """How blocks are named to the outside; None takes the engine's default."""
+    isolation: Isolation = Isolation.NONE
+    isolation_secret_ref: IsolationSecretRef | None = None
+    host_memory: Quantity | None = None
+    """Bytes of host memory for blocks that leave the device; on top of runtime.resources."""
+    persistence: PersistenceSpec | None = None
+    warmup: WarmupSpec | None = None
 
 
 class MemorySpec(_Model):
@@ -349,6 +411,21 @@ class InferenceService:
     def prefix_caching(self) -> bool:
         """Whether the engine is told to cache prefixes: unset means on."""
         return self.spec.prefix_caching.enabled is not False
+
+    @property
+    def persistence(self) -> PersistenceSpec | None:
+        """The volume for blocks that outlive a pod. It stays while caching is switched off."""
+        return self.spec.prefix_caching.persistence
+
+    @property
+    def has_own_volumes(self) -> bool:
+        """Whether each pod has a volume of its own, so that the pods are those of a StatefulSet."""
+        return self.persistence is not None and self.persistence.size is not None
+
+    @property
+    def warmup(self) -> WarmupSpec | None:
+        """The warm-up, None where there is none or nothing is cached."""
+        return self.spec.prefix_caching.warmup if self.prefix_caching else None
 
     @property
     def served_name(self) -> str:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.alias_generators import to_camel
 
-from reprise_operator.children.profiles import CPU_PROFILE, PROFILES
+from reprise_operator.accelerator_checks import check_accelerator
+from reprise_operator.cache_checks import check_prefix_caching
 from reprise_operator.children.strategy import is_zero
 from reprise_operator.resource import (
     UID,
@@ -35,7 +35,6 @@ from reprise_operator.scaling_rules import check_autoscaling, check_disruption
 
 __all__ = [
     "MAX_CACHED_MODEL_LEN",
-    "NOT_YET",
     "RESERVED_FLAGS",
     "RESERVED_PATTERN",
     "Identity",
@@ -49,15 +48,6 @@ __all__ = [
 MAX_CACHED_MODEL_LEN = 65_536
 """vllm-ascend serves at most 64k tokens of context with prefix caching (the vendor's page on prefix caching)."""
 
-NOT_YET = (
-    "prefixCaching.hashAlgorithm",
-    "prefixCaching.isolation",
-    "prefixCaching.hostMemory",
-    "prefixCaching.persistence",
-    "prefixCaching.warmup",
-)
-"""Fields of the schema that a later release honours."""
-
 RESERVED_FLAGS = {
     "model": "model.uri",
     "tokenizer-revision": "model.revision",
@@ -68,6 +58,11 @@ RESERVED_FLAGS = {
     "enable-prefix-caching": "prefixCaching.enabled",
     "block-size": "prefixCaching.blockSize",
     "prefix-caching-hash-algo": "prefixCaching.hashAlgorithm",
+    "prefix-cache-isolation": "prefixCaching.isolation",
+    "prefix-cache-isolation-secret": "prefixCaching.isolationSecretRef",
+    "prefix-cache-host-memory": "prefixCaching.hostMemory",
+    "warmup-prompts": "prefixCaching.warmup",
+    "warmup-timeout": "prefixCaching.warmup.timeoutSeconds",
     "gpu-memory-utilization": "memory.utilization",
     "enable-chunked-prefill": "chunkedPrefill.enabled",
     "tensor-parallel-size": "accelerator.count",
@@ -116,14 +111,9 @@ def parse(body: Mapping[str, Any]) -> InferenceService:
     """Body → typed service.
 
     Raises:
-        SpecError: `NotSupported` when a field is set that this release does not honour (all of them are named), else
-            `InvalidSpec` with the path of each wrong field.
+        SpecError: `InvalidSpec` with the path of each wrong field; `NotSupported` for what this release does not do.
     """
     raw = body.get("spec") or {}
-    unsupported = [path for path in NOT_YET if _is_set(raw, path)]
-    if unsupported:
-        fields = ", ".join(f"spec.{path}" for path in unsupported)
-        raise SpecError("NotSupported", f"This release does not honour {fields}. Remove it to go on.")
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
@@ -131,15 +121,6 @@ def parse(body: Mapping[str, Any]) -> InferenceService:
     service = InferenceService(identity=identity_of(body), spec=spec, source=_source(spec.model))
     _check_conflicts(service)
     return service
-
-
-def _is_set(raw: Mapping[str, Any], path: str) -> bool:
-    value: Any = raw
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return False
-        value = value[part]
-    return value is not None
 
 
 def _explain(error: ValidationError) -> str:
@@ -233,9 +214,10 @@ def _check_conflicts(service: InferenceService) -> None:
             "InvalidSpec",
             f"spec.memory.floor is {memory.floor:g}, above spec.memory.utilization {memory.utilization:g}; lower it.",
         )
-    _check_accelerator(service)
+    check_accelerator(service)
     check_autoscaling(spec)
     check_disruption(spec)
+    check_prefix_caching(service)
     if spec.gateway is not None:
         _check_gateway(spec.gateway)
     if is_zero(spec.rollout.max_surge) and is_zero(spec.rollout.max_unavailable):
@@ -286,35 +268,6 @@ def _check_gateway(gateway: GatewaySpec) -> None:
     if picker is not None and not picker.managed and "resources" in picker.model_fields_set:
         raise SpecError(
             "InvalidSpec", "spec.gateway.endpointPicker.resources is of a managed picker; remove it, or the name."
-        )
-
-
-def _check_accelerator(service: InferenceService) -> None:
-    runtime, accelerator = service.spec.runtime.name, service.spec.accelerator
-    profile = PROFILES.get(accelerator.profile)
-    if profile is None:
-        raise SpecError(
-            "InvalidSpec",
-            f"spec.accelerator.profile is {accelerator.profile!r}; it must be one of {', '.join(PROFILES)}.",
-        )
-    if not profile.is_npu:
-        if runtime is Runtime.VLLM_ASCEND:
-            raise SpecError(
-                "InvalidSpec",
-                f"spec.accelerator.profile is {CPU_PROFILE}; the vllm-ascend runtime needs an NPU profile.",
-            )
-        given = accelerator.model_fields_set & {"count", "resource_name", "driver"}
-        if given:
-            fields = ", ".join(f"spec.accelerator.{to_camel(name)}" for name in sorted(given))
-            raise SpecError(
-                "InvalidSpec", f"spec.accelerator.profile is {CPU_PROFILE}, which has no device: remove {fields}."
-            )
-    elif runtime is Runtime.REPRISE and (accelerator.count or 0) > profile.minimum:
-        raise SpecError(
-            "NotSupported",
-            f"This release does not honour spec.accelerator.count {accelerator.count} with the reprise runtime, which "
-            f"uses one device a pod. Set it to {profile.minimum} and raise spec.replicas, or use the vllm-ascend "
-            "runtime.",
         )
 
 

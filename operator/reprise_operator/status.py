@@ -22,20 +22,20 @@ from reprise_operator.conditions import (
     Condition,
     merge,
 )
-from reprise_operator.diagnosis import Diagnosis, State, counts, diagnose
+from reprise_operator.diagnosis import Diagnosis, State, diagnose
 from reprise_operator.figures import engine_figures, prefix_cache_figures, serving_pods
 from reprise_operator.hitrate import HitRateWindow
-from reprise_operator.naming import child_name, selector_string
+from reprise_operator.naming import selector_string
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
 from reprise_operator.references import unresolved
 from reprise_operator.release import Release
 from reprise_operator.release_state import state_status
-from reprise_operator.rollout import ChildKey, find_child
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError
 from reprise_operator.specified import specified_condition
 from reprise_operator.tuning import memory_status
+from reprise_operator.workloads import total, workload_of, workloads
 
 
 def build_status(
@@ -56,10 +56,9 @@ def build_status(
     `outcome` is the Plan, or why there is none: then the running pods are left alone and go on being reported.
     `previous` is the status as last written; `window` has taken in `observed.pods`.
     """
-    deployment = find_child(observed, ChildKey(kind="Deployment", name=child_name(identity)))
-    if deployment is not None and not deployment.owned:
-        deployment = None
-    figures = counts(deployment)
+    ours = workloads(observed)
+    current = workload_of(outcome, observed) if isinstance(outcome, Plan) else next(iter(ours), None)
+    figures = total(ours, current if current in ours else None)
     held = None if release is None else release.held
     cache = prefix_cache_figures(observed, previous.get("prefixCache") or {}, window=window, now=now, settings=settings)
     engine = engine_figures(observed, previous.get("engine") or {})

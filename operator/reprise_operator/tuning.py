@@ -17,6 +17,7 @@ from typing import Any
 from reprise_operator.children.accelerator import device_count, profile_of, resource_name
 from reprise_operator.children.memory import MemoryPlan, plan_memory
 from reprise_operator.children.pod import engine_image
+from reprise_operator.children.slices import memory_share, within_slice
 from reprise_operator.naming import digest
 from reprise_operator.resource import InferenceService
 from reprise_operator.settings import Settings
@@ -89,7 +90,7 @@ def carried(service: InferenceService, settings: Settings, previous: Mapping[str
 
     Steps are kept while the inputs are the same, whatever else of the spec changes.
     """
-    asked, first = service.spec.memory, plan_memory(service)
+    asked, first = service.spec.memory, within_slice(plan_memory(service), service)
     default = max(LEAST_FLOOR, first.effective - DEFAULT_DEPTH)
     floor = min(first.effective, round(default, 4) if asked.floor is None else asked.floor)
     state = MemoryState(inputs_hash=inputs_hash(service, settings), first=first, auto_tune=asked.auto_tune, floor=floor)
@@ -131,6 +132,11 @@ def memory_status(state: MemoryState) -> dict[str, Any]:
     return status
 
 
+_NO_DEVICE_MEMORY = frozenset({"hash_algorithm", "isolation", "isolation_secret_ref", "persistence", "warmup"})
+"""Fields of spec.prefixCaching that take no memory of the engine's share: names, salts, files, and prompts that only
+fill blocks which are there anyway."""
+
+
 def inputs_hash(service: InferenceService, settings: Settings) -> str:
     """Digest of all that decides how much memory the engine needs and has.
 
@@ -138,14 +144,17 @@ def inputs_hash(service: InferenceService, settings: Settings) -> str:
     """
     spec = service.spec
 
-    def given(part: Any) -> Any:
-        return part.model_dump(mode="json", exclude_defaults=True)
+    def given(part: Any, *, exclude: frozenset[str] = frozenset()) -> Any:
+        return part.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))
 
     accelerator: dict[str, Any] = {
         "profile": spec.accelerator.profile,
         "resource": resource_name(service),
         "count": device_count(service),
     }
+    share = memory_share(service)
+    if share is not None:
+        accelerator["part"] = share
     if not profile_of(service).is_npu:
         # The container's own memory is the device's.
         accelerator["memory"] = str(spec.runtime.resources.limits.get("memory"))
@@ -156,7 +165,7 @@ def inputs_hash(service: InferenceService, settings: Settings) -> str:
             "maxModelLen": spec.model.max_model_len,
             "dtype": spec.model.dtype,
             "memory": given(spec.memory),
-            "cache": given(spec.prefix_caching),
+            "cache": given(spec.prefix_caching, exclude=_NO_DEVICE_MEMORY),
             "accelerator": accelerator,
             "runtime": spec.runtime.name,
             "image": engine_image(service, settings),

@@ -21,7 +21,7 @@ from tests.operator.failures import failure
 @pytest.mark.parametrize("fetched", [False, True])
 def test_the_arguments_of_a_check_are_those_of_the_pod(spec: dict[str, Any], fetched: bool) -> None:
     of = planned(spec)
-    args = of.deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    args = of.workload["spec"]["template"]["spec"]["containers"][0]["args"]
     parser = build_parser()
     checked = parser.parse_args(check_args(of.service, args, fetched=fetched))
     assert checked.command == "check"

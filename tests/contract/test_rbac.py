@@ -167,6 +167,8 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
                 await cluster.children("n", owner_uid="u", selector={}, planned=[(kind.kind, "x")], optional=[kind])
                 await cluster.apply(manifest, present=None)
                 await cluster.delete("n", kind=kind.kind, name="x", uid="u")
+            await cluster.scale("n", kind="Deployment", name="x", uid="u", replicas=1)
+            await cluster.delete("n", kind="Pod", name="x", uid="u")
             await cluster.pods("n", {})
             await cluster.log_tail("n", "x", "engine")
             await cluster.replica_sets("n", {})
@@ -180,6 +182,7 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             await cluster.create_job(manifest)
             await cluster.delete_job("n", "x")
             await cluster.nodes_and_pods()
+            await cluster.missing_config_maps("n", ["x"])
             await cluster.create_event("n", {})
             await cluster.patch_event("n", "x", {})
             service = {"metadata": {"name": "x", "namespace": "n", "resourceVersion": "1"}}

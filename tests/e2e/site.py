@@ -157,7 +157,7 @@ class Deployed:
 
     def wait_gone(self, *, within: float = 90.0) -> None:
         def left() -> list[str]:
-            kinds = "deployments,replicasets,services,pods"
+            kinds = "deployments,replicasets,statefulsets,services,configmaps,pods"
             return self.kubectl("get", kinds, "-l", f"{NAME_LABEL}={self.name}", "-o", "name").split()
 
         eventually(lambda: not left(), f"children of {self.name} are gone", within=within)

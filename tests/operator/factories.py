@@ -57,8 +57,8 @@ def planned(
 
 
 def container(of: Plan) -> dict[str, Any]:
-    """The engine container of the planned Deployment."""
-    return dict(of.deployment["spec"]["template"]["spec"]["containers"][0])
+    """The engine container of the planned workload."""
+    return dict(of.workload["spec"]["template"]["spec"]["containers"][0])
 
 
 def child(manifest: Manifest, *, owned: bool = True, terminating: bool = False, **status: Any) -> ObservedChild:
@@ -66,7 +66,7 @@ def child(manifest: Manifest, *, owned: bool = True, terminating: bool = False, 
     stored = merged(
         manifest, {"metadata": {"uid": f"uid-{manifest['kind']}", "resourceVersion": "7"}, "status": status}
     )
-    if manifest["kind"] == "Deployment":
+    if manifest["kind"] in ("Deployment", "StatefulSet"):
         stored["metadata"]["generation"] = 3
     return ObservedChild(
         api_version=manifest["apiVersion"],
@@ -135,14 +135,12 @@ def deployment_status(
 
 
 def observed(of: Plan, *pods: ObservedPod, status: Mapping[str, Any] | None = None, **changes: Any) -> Observed:
-    """All children applied, the Deployment with `status`, and these pods."""
+    """All children applied, the workload with `status`, and these pods."""
     found = Observed(
         at=NOW,
-        children=tuple(
-            child(
-                manifest, **((deployment_status() if status is None else status) if manifest is of.deployment else {})
-            )
-            for manifest in of.children
+        children=(
+            *(child(manifest) for manifest in of.children if manifest is not of.workload),
+            child(of.workload, **(deployment_status() if status is None else status)),
         ),
         pods=pods,
         template_hash=CURRENT,

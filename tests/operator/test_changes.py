@@ -15,7 +15,7 @@ from tests.operator.factories import merged, planned
 def deployment(spec: Mapping[str, Any] | None = None, **live: Any) -> dict[str, Any]:
     """As the API server has it: with defaults of its own, and the controllers' annotations."""
     body = merged(
-        copy.deepcopy(dict(planned({"accelerator": {"profile": "cpu"}, **(spec or {})}).deployment)),
+        copy.deepcopy(dict(planned({"accelerator": {"profile": "cpu"}, **(spec or {})}).workload)),
         {"spec": {"template": {"spec": {"restartPolicy": "Always", "dnsPolicy": "ClusterFirst"}}}},
     )
     return merged(body, live)

@@ -18,7 +18,7 @@ from reprise_operator.plan import plan as make_plan
 from reprise_operator.release_state import LastGood, Rejected, started, state_status
 from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
-from reprise_operator.spec import NOT_YET, RESERVED_FLAGS, RESERVED_PATTERN, SpecError, parse
+from reprise_operator.spec import RESERVED_FLAGS, RESERVED_PATTERN, parse
 from reprise_operator.tuning import MemoryEnd, lowered
 from tests.contract.apiserver.replay import client_of, install_definitions
 from tests.operator.factories import NOW, SETTINGS, UID, merged, metrics, observed, planned, pod, status_of, window
@@ -115,18 +115,16 @@ def test_a_field_of_a_later_release_says_so() -> None:
 
 
 def test_the_schema_and_the_operator_know_the_same_fields() -> None:
-    """A field of the schema is read by spec.py or refused by it by name: none is accepted and ignored."""
+    """A field of the schema is read by spec.py: none is accepted and ignored."""
     known = {info.alias or name for name, info in Spec.model_fields.items()}
-    later = {path for path in NOT_YET if "." not in path}
-    assert set(SPEC["properties"]) == known | later
+    assert set(SPEC["properties"]) == known
     for name, info in Spec.model_fields.items():
         nested = getattr(info.annotation, "model_fields", None)
         if nested is None:
             continue
         section = info.alias or name
         fields = {field.alias or key for key, field in nested.items()}
-        refused = {path.partition(".")[2] for path in NOT_YET if path.startswith(f"{section}.")}
-        assert set(at(section)["properties"]) == fields | refused, section
+        assert set(at(section)["properties"]) == fields, section
 
 
 def test_every_rule_has_a_message() -> None:
@@ -233,6 +231,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "give either claimName",
     ),
     ("one volume, two pods", {"replicas": 2, "prefixCaching": {"persistence": {"claimName": "a"}}}, "one volume"),
+    (
+        "one volume of one node, two pods",
+        {"replicas": 2, "prefixCaching": {"persistence": {"claimName": "a", "accessModes": ["ReadWriteOnce"]}}},
+        "one volume",
+    ),
+    (
+        "a class of a claim",
+        {"prefixCaching": {"persistence": {"claimName": "a", "storageClassName": "b"}}},
+        "storageClassName goes with size",
+    ),
+    (
+        "a volume nobody may write",
+        {"prefixCaching": {"persistence": {"size": "1Gi", "accessModes": ["ReadOnlyMany"]}}},
+        "must hold one that lets pods write",
+    ),
+    (
+        "tiers of vllm-ascend",
+        {**VLLM, "model": {"maxModelLen": 4096}, "prefixCaching": {"hostMemory": "1Gi"}},
+        "vllm-ascend caches on the device alone",
+    ),
+    (
+        "isolation of vllm-ascend",
+        {**VLLM, "model": {"maxModelLen": 4096}, "prefixCaching": {"isolation": "perKey"}},
+        "vllm-ascend caches on the device alone",
+    ),
+    ("warm-up twice", {"runtime": {"extraArgs": ["--warmup-prompts=/x"]}}, "prefixCaching.warmup"),
     ("warm-up", {"prefixCaching": {"warmup": {}}}, "give either prompts or configMapKeyRef"),
     ("disruption", {"disruption": {"minAvailable": 1, "maxUnavailable": "10%"}}, "give either minAvailable"),
     ("a change of nothing", {"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}, "must not both be 0"),
@@ -328,6 +352,26 @@ ACCEPTED: list[dict[str, Any]] = [
     {"replicas": 0},
     {"rollout": {"maxSurge": 0, "maxUnavailable": "25%", "progressDeadlineSeconds": 600}},
     {"rollout": {"maxSurge": "50%"}},
+    {
+        "prefixCaching": {
+            "hashAlgorithm": "xxhash_cbor",
+            "isolation": "perKey",
+            "isolationSecretRef": {"name": "salt"},
+            "hostMemory": "64Gi",
+            "persistence": {
+                "size": "100Gi",
+                "storageClassName": "fast",
+                "accessModes": ["ReadWriteOnce"],
+                "limit": 10**10,
+            },
+            "warmup": {"prompts": ["You are"], "timeoutSeconds": 60},
+        },
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+        "replicas": 2,
+    },
+    {"replicas": 3, "prefixCaching": {"persistence": {"claimName": "a", "accessModes": ["ReadWriteMany"]}}},
+    {"prefixCaching": {"warmup": {"configMapKeyRef": {"name": "a", "key": "b.jsonl"}}}},
+    {**VLLM, "model": {"maxModelLen": 4096}, "prefixCaching": {"isolation": "none", "hashAlgorithm": "sha256_cbor"}},
     {"replicas": 3, "autoscaling": {"minReplicas": 2, "maxReplicas": 4}},
     {"replicas": 0, "autoscaling": {"minReplicas": 0, "maxReplicas": 4, "provider": "keda"}},
     {"disruption": {"minAvailable": "100%"}},
@@ -369,15 +413,9 @@ def test_examples_are_accepted_and_honoured(server: httpx.Client, path: Path) ->
 
 
 def test_what_the_api_server_accepts_the_operator_reads(server: httpx.Client) -> None:
-    """Each accepted spec is honoured or refused by name, never a surprise."""
-    later = [spec for spec in ACCEPTED if set(spec.get("prefixCaching", {})) - {"enabled", "blockSize"}]
-    refused = []
+    """Each accepted spec is honoured, never a surprise."""
     for spec in ACCEPTED:
-        try:
-            parse(create(server, manifest(spec)))
-        except SpecError as error:
-            refused.append((spec, error.reason))
-    assert refused == [(spec, "NotSupported") for spec in later]
+        parse(create(server, manifest(spec)))
 
 
 def test_null_is_unset_and_unset_is_on(server: httpx.Client) -> None:

@@ -106,10 +106,10 @@ def test_the_specs_own_affinity_stands(said: str) -> None:
 
 def test_the_pods_know_nothing_of_it() -> None:
     """What comes and goes with a CRD must not roll a pod."""
-    template = planned().deployment
+    template = planned().workload
     for available in (ALL, frozenset[ResourceType]()):
         made = gated(MANAGED, available, spec={"monitoring": {"podMonitor": {}}})
-        assert made.deployment == template
+        assert made.workload == template
 
 
 def test_the_plan_says_which_kinds_it_asks_for_also_when_they_are_not_there() -> None:
@@ -141,7 +141,7 @@ def test_a_stream_is_not_cut_off_and_parents_are_as_given() -> None:
 def test_a_taken_host_name_costs_the_route_and_nothing_else() -> None:
     free, taken = gated(MANAGED), gated(MANAGED, taken=TAKEN)
     assert kinds(taken) == [kind for kind in kinds(free) if kind != "HTTPRoute"]
-    assert taken.deployment == free.deployment
+    assert taken.workload == free.workload
 
 
 # The pool and its picker --------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def pool(of: Plan) -> dict[str, Any]:
 def test_the_pool_selects_the_engines_and_names_the_picker() -> None:
     made = gated({**OWN, "endpointPicker": {"name": "my-picker", "port": 9999, "failureMode": "FailClose"}})
     assert pool(made)["spec"] == {
-        "selector": {"matchLabels": made.deployment["spec"]["selector"]["matchLabels"]},
+        "selector": {"matchLabels": made.workload["spec"]["selector"]["matchLabels"]},
         "targetPorts": [{"number": 8000}],
         "endpointPickerRef": {
             "group": "",
@@ -232,7 +232,7 @@ def test_image_and_account_of_a_picker_are_the_operators_settings() -> None:
     _, deployment = picker(gated(MANAGED, settings=settings))
     template = deployment["spec"]["template"]["spec"]
     assert (template["containers"][0]["image"], template["serviceAccountName"]) == ("r.example/epp:1", "pickers")
-    assert gated(MANAGED).deployment["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+    assert gated(MANAGED).workload["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
 
 
 def test_a_change_of_the_block_size_starts_the_picker_anew() -> None:
@@ -319,10 +319,10 @@ def test_the_pod_monitor_finds_the_engines_metrics() -> None:
     made = gated(None, spec={"monitoring": {"podMonitor": asked}, "auth": {"apiKeySecretRef": {"name": "keys"}}})
     monitor = made.pod_monitor
     assert monitor is not None
-    assert monitor["spec"]["selector"]["matchLabels"] == made.deployment["spec"]["selector"]["matchLabels"]
+    assert monitor["spec"]["selector"]["matchLabels"] == made.workload["spec"]["selector"]["matchLabels"]
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint == {"port": "http", "path": "/metrics", "scheme": "http", "interval": "15s"}
-    (container,) = made.deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = made.workload["spec"]["template"]["spec"]["containers"]
     assert endpoint["port"] in [port["name"] for port in container["ports"]]
     labels = monitor["metadata"]["labels"]
     assert (labels["release"], labels["app.kubernetes.io/managed-by"]) == ("prometheus", "reprise-operator")

@@ -61,8 +61,9 @@ def test_a_change_of_the_resource_wakes_it_at_once() -> None:
 @pytest.mark.parametrize("resource", CHILD_TYPES, ids=lambda resource: resource.kind)
 def test_a_child_wakes_its_owner(resource: Any) -> None:
     woken = Woken()
-    plan = planned()
-    manifest = plan.deployment if resource is DEPLOYMENTS else plan.network_service
+    plan = planned({"prefixCaching": {"warmup": {"prompts": ["a"]}}})
+    volumes = planned({"prefixCaching": {"persistence": {"size": "1Gi"}}})
+    (manifest,) = [child for child in (*plan.children, volumes.workload) if child["kind"] == resource.kind]
     woken.waker.child_event(manifest, resource)
     assert woken.keys == [(QWEN, COALESCE_SECONDS)]
 
@@ -263,9 +264,9 @@ def test_events_of_children_and_pods_pay_what_is_owed_of_them() -> None:
 def test_children_and_pods_are_selected_on_the_server() -> None:
     settings = kopf_settings(namespaced=False)
     selectors = settings.watching.label_selectors
-    for key in (("apps", "deployments"), ("", "services"), ("", "pods")):
+    for key in (("apps", "deployments"), ("apps", "statefulsets"), ("", "services"), ("", "configmaps"), ("", "pods")):
         assert selectors[key] == "app.kubernetes.io/managed-by=reprise-operator"
-    labels = planned().deployment["metadata"]["labels"]
+    labels = planned().workload["metadata"]["labels"]
     assert labels["app.kubernetes.io/managed-by"] == "reprise-operator"
 
 
@@ -286,10 +287,10 @@ def test_kopf_writes_nothing_of_its_own() -> None:
             kind=kind.kind,
             preferred=True,
         )
-        for kind in (INFERENCE_SERVICES, DEPLOYMENTS, SERVICES, PODS, REPLICA_SETS)
+        for kind in (INFERENCE_SERVICES, *CHILD_TYPES, PODS, REPLICA_SETS)
     ]
     watched = [kind.plural for kind in resources if any(selector and selector.check(kind) for selector in selectors)]
-    assert watched == ["inferenceservices", "deployments", "services", "pods"]
+    assert watched == ["inferenceservices", "deployments", "services", "statefulsets", "configmaps", "pods"]
     # A finalizer comes with a daemon, a timer or an on.delete handler; a patch with an on.create, update or resume.
     assert not registry._spawning.get_all_handlers()
     assert not registry._changing.get_all_handlers()

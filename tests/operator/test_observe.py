@@ -141,7 +141,7 @@ def test_the_template_hash_is_the_newest_revisions() -> None:
             }
         }
 
-    deployment = {"metadata": {"uid": "d", "generation": 4}, "status": {"observedGeneration": 4}}
+    deployment = {"kind": "Deployment", "metadata": {"uid": "d", "generation": 4}, "status": {"observedGeneration": 4}}
     # A rolled back template gets the highest revision though its ReplicaSet is the oldest; 10 is more than 9.
     sets = [replica_set("10", "old"), replica_set("9", "new"), replica_set("11", "foreign", owner="other")]
     assert current_template_hash(deployment, sets) == "old"

@@ -86,10 +86,12 @@ async def test_the_pass_asks_little(bench: Bench) -> None:
     await bench.reconcile()
     assert sorted(bench.requests) == [
         ("get", "inferenceservices"),
+        ("list", "configmaps"),
         ("list", "deployments"),
         ("list", "pods"),
         ("list", "replicasets"),
         ("list", "services"),
+        ("list", "statefulsets"),
     ]
 
 

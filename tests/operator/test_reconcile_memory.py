@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reprise_operator.api import Api, Body
-from reprise_operator.cluster import ApplyResult, Cluster
+from reprise_operator.cluster import LOG_BYTES, ApplyResult, Cluster
 from reprise_operator.events import Recorder
 from reprise_operator.log_tails import LogTails
 from reprise_operator.observed import ObservedChild
@@ -208,7 +208,9 @@ async def test_vllm_s_cause_is_read_from_its_log(bench: Bench) -> None:
 
         asked = 0
 
-        async def log_tail(self, namespace: str, pod: str, container: str) -> str:
+        async def log_tail(
+            self, namespace: str, pod: str, container: str, *, previous: bool = True, limit: int = LOG_BYTES
+        ) -> str:
             self.asked += 1
             return f"RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB\n{CORE_FAILED}\n"
 
@@ -247,9 +249,11 @@ class Mortal(Cluster):
         self._left -= 1
         return answer
 
-    async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+    async def apply(
+        self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
+    ) -> ApplyResult:
         self._die(answered=False)
-        answer = await super().apply(manifest, present=present)
+        answer = await super().apply(manifest, present=present, hand_over=hand_over)
         self._die(answered=True)
         self._left -= 1
         return answer

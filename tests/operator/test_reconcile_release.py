@@ -286,10 +286,12 @@ async def test_with_one_pod_a_change_that_passes_its_check_and_does_not_start_is
     class Cut(Cluster):
         """The process ends between the write of what is remembered and that of the workload."""
 
-        async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+        async def apply(
+            self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
+        ) -> ApplyResult:
             if manifest["kind"] == "Deployment":
                 raise ClusterError(Fault.UNAVAILABLE, "the operator was killed")
-            return await super().apply(manifest, present=present)
+            return await super().apply(manifest, present=present, hand_over=hand_over)
 
     sound = bench.reconciler.cluster
     bench.reconciler.cluster = Cut(sound._api)

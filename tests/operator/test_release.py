@@ -58,7 +58,7 @@ def serving(old: Plan, replicas: int = 1, *, serving: int | None = None) -> Obse
     ready = replicas if serving is None else serving
     pods = [replace(pod(f"qwen-{number}", ready=number < ready), node="n1") for number in range(replicas)]
     status = deployment_status(replicas=replicas, updated=replicas, ready=ready, available=ready)
-    return observed(old, *pods, status=status, templates={CURRENT: old.deployment["spec"]["template"]})
+    return observed(old, *pods, status=status, templates={CURRENT: old.workload["spec"]["template"]})
 
 
 def given(old: Plan) -> ReleaseState:
@@ -68,14 +68,14 @@ def given(old: Plan) -> ReleaseState:
 
 
 def rolling(release: Release) -> tuple[Any, Any]:
-    assert release.deployment is not None
-    limits = release.deployment["spec"]["strategy"]["rollingUpdate"]
+    assert release.workload is not None
+    limits = release.workload["spec"]["strategy"]["rollingUpdate"]
     return limits["maxSurge"], limits["maxUnavailable"]
 
 
 def args_of(release: Release) -> list[str]:
-    assert release.deployment is not None
-    args: list[str] = release.deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert release.workload is not None
+    args: list[str] = release.workload["spec"]["template"]["spec"]["containers"][0]["args"]
     return args
 
 
@@ -91,6 +91,21 @@ def decide(
 
 def ask(plan: Plan, seen: Observed, state: ReleaseState, *, now: float = NOW, read_nodes: bool = True) -> Questions:
     return questions(plan, seen, state, now=now, read_nodes=read_nodes)
+
+
+# A StatefulSet ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stateful_set_is_given_each_template_at_once() -> None:
+    """Its controller takes one pod at a time; nothing is checked before, and nothing remembered to go back to."""
+    volumes = {"prefixCaching": {"persistence": {"size": "1Gi"}}}
+    old, new = planned(volumes), planned({**volumes, **CHANGE})
+    assert old.workload["kind"] == "StatefulSet"
+    seen = serving(old)
+    assert ask(new, seen, given(old)) == Questions()
+    release = decide(new, seen, given(old))
+    assert release == Release(workload=new.workload, state=ReleaseState())
+    assert state_status(release.state) == {}, "of a Deployment before it, whose ReplicaSets are gone"
 
 
 # A change -----------------------------------------------------------------------------------------------------------
@@ -135,7 +150,7 @@ def test_when_a_change_is_given(
     old, new = planned(spec(before, replicas=replicas)), planned(spec(before, CHANGE, replicas=replicas))
     release = decide(new, serving(old, replicas, serving=ready), given(old), evidence)
     if outcome == "check":
-        assert release.deployment is None, "the workload is left as it is"
+        assert release.workload is None, "the workload is left as it is"
         assert release.check is not None
         assert release.check["kind"] == "Job"
         assert release.held is not None
@@ -155,7 +170,7 @@ def test_a_service_at_rest_asks_nothing_and_remembers_the_same() -> None:
     seen, state = serving(old), given(old)
     assert ask(old, seen, state) == Questions()
     release = decide(old, seen, state)
-    assert release == Release(deployment=old.deployment, state=state)
+    assert release == Release(workload=old.workload, state=state)
 
 
 def test_only_a_change_that_takes_the_last_pod_looks_for_a_job_and_only_an_npu_for_devices() -> None:
@@ -176,7 +191,7 @@ def test_scaling_is_no_change_of_the_template() -> None:
     assert template_hash(old) == template_hash(more)
     release = decide(more, serving(old), given(old))
     assert release.held is None
-    assert release.deployment == more.deployment
+    assert release.workload == more.workload
 
 
 def test_an_edit_and_its_revert_before_the_check_has_ended_touch_nothing() -> None:
@@ -184,9 +199,9 @@ def test_an_edit_and_its_revert_before_the_check_has_ended_touch_nothing() -> No
     old, new = planned(spec()), planned(spec(CHANGE))
     seen = serving(old)
     checking = decide(new, seen, given(old))
-    assert checking.deployment is None
+    assert checking.workload is None
     reverted = decide(old, seen, checking.state)
-    assert reverted.deployment == old.deployment
+    assert reverted.workload == old.workload
     assert reverted.state == given(old), "nothing is left of it"
 
 
@@ -197,7 +212,7 @@ def test_a_check_that_another_process_began_is_gone_on_with() -> None:
     state = read_state({"rollout": state_status(first.state)})
     second = decide(new, serving(old), state, running)
     assert second.check is None
-    assert second.deployment is None
+    assert second.workload is None
     assert second.state == first.state
     third = decide(new, serving(old), second.state, PASSED)
     assert is_given(third)
@@ -208,7 +223,7 @@ def test_an_image_that_cannot_be_pulled_is_said_at_once_and_waited_for() -> None
     old, new = planned(spec()), planned(spec(CHANGE))
     waits = Check(state=CheckState.RUNNING, reason="ImagePullFailed", message="not found")
     release = decide(new, serving(old), given(old), Evidence(check=waits))
-    assert release.deployment is None
+    assert release.workload is None
     assert release.held is not None
     assert (release.held.state, release.held.reason) == (State.STALLED, "ImagePullFailed")
     assert release.state.check_waits == "not found"
@@ -236,8 +251,8 @@ def test_a_failed_check_leaves_the_pod_and_is_not_repeated() -> None:
     # All but the template goes on: the replicas, for instance.
     more = planned(spec(CHANGE, replicas=4))
     scaled = decide(more, serving(old), release.state)
-    assert scaled.deployment is not None
-    assert scaled.deployment["spec"]["replicas"] == 4
+    assert scaled.workload is not None
+    assert scaled.workload["spec"]["replicas"] == 4
     assert "--max-num-seqs=3" not in args_of(scaled)
     # Another template gets its chance, the old one its place.
     assert (
@@ -256,7 +271,7 @@ def missed(new: Plan, old: Plan, *pods: ObservedPod, replicas: int = 1) -> Obser
         new,
         *pods,
         status=status | {"conditions": [LATE]},
-        templates={OLD: old.deployment["spec"]["template"], CURRENT: new.deployment["spec"]["template"]},
+        templates={OLD: old.workload["spec"]["template"], CURRENT: new.workload["spec"]["template"]},
     )
 
 
@@ -276,9 +291,9 @@ def test_a_change_that_misses_its_deadline_is_taken_back_with_the_cause(replicas
     release = decide(new, seen, state)
     assert release.rejects, "the cause is written before the pods go"
     assert "--max-num-seqs=3" not in args_of(release)
-    assert release.deployment is not None
-    assert release.deployment["spec"]["template"]["spec"] == old.deployment["spec"]["template"]["spec"]
-    assert release.deployment["spec"]["replicas"] == replicas
+    assert release.workload is not None
+    assert release.workload["spec"]["template"]["spec"] == old.workload["spec"]["template"]["spec"]
+    assert release.workload["spec"]["replicas"] == replicas
     assert release.held is not None
     assert (release.held.state, release.held.reason) == (State.STALLED, "RolledBack")
     assert "ContainerCrashing" in release.held.message
@@ -291,12 +306,12 @@ def test_a_change_that_misses_its_deadline_is_taken_back_with_the_cause(replicas
     back = replace(back, template_hash=OLD, templates=seen.templates)
     stays = decide(new, back, read_state({"rollout": status}))
     assert stays.held == release.held
-    assert stays.deployment == release.deployment
+    assert stays.workload == release.workload
     assert stays.state == release.state
     # The spec taken back: all is as before.
     healed = decide(old, back, release.state)
     assert healed.held is None
-    assert healed.deployment == old.deployment
+    assert healed.workload == old.workload
     assert healed.state.rejected is None
     # Changed to something else: it is tried, with as much care as ever.
     other = planned(spec({"runtime": {"extraArgs": ["--seed=1"]}}, replicas=replicas))
@@ -364,7 +379,7 @@ def test_a_service_that_an_operator_without_memory_left_has_a_good_template_too(
     old, new = planned(spec()), planned(spec(CHANGE))
     adopted = decide(old, serving(old), ReleaseState())
     assert adopted.state.last_good == LastGood(template_hash=template_hash(old), pod_template_hash=CURRENT)
-    assert adopted.deployment == old.deployment
+    assert adopted.workload == old.workload
     changed = decide(new, serving(old), ReleaseState())
     assert changed.check is not None
     assert changed.state.last_good == LastGood(template_hash=None, pod_template_hash=CURRENT)
@@ -381,10 +396,10 @@ def surging(new: Plan, *, scheduled: bool) -> Observed:
         unschedulable_message=None if scheduled else "Insufficient huawei.com/Ascend910",
     )
     rolled = {
-        **new.deployment["spec"],
+        **new.workload["spec"],
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
     }
-    live = replace(new, deployment={**new.deployment, "spec": rolled})
+    live = replace(new, workload={**new.workload, "spec": rolled})
     status = deployment_status(replicas=2, updated=1, ready=1, available=1)
     return observed(live, pod("qwen-a", template=OLD), fresh, status=status)
 
@@ -431,19 +446,19 @@ def test_who_wants_no_pod_missing_waits_for_a_device_and_is_told() -> None:
 
 def test_a_template_from_a_replica_set_is_taken_without_what_is_kubectls() -> None:
     old, new = planned(spec()), planned(spec(CHANGE))
-    template = dict(old.deployment["spec"]["template"])
+    template = dict(old.workload["spec"]["template"])
     template["metadata"] = template["metadata"] | {
         "annotations": {"kubectl.kubernetes.io/restartedAt": "2026-01-01T00:00:00Z", "team": "a"},
         "creationTimestamp": None,
     }
     seen = replace(missed(new, old, BROKEN), templates={OLD: template})
     release = decide(new, seen, begun(new, old))
-    assert release.deployment is not None
-    metadata = release.deployment["spec"]["template"]["metadata"]
+    assert release.workload is not None
+    metadata = release.workload["spec"]["template"]["metadata"]
     assert metadata["annotations"] == {"team": "a"}
     assert "creationTimestamp" not in metadata
     hashes = [
-        each["metadata"]["annotations"]["serving.reprise.io/plan-hash"] for each in (release.deployment, new.deployment)
+        each["metadata"]["annotations"]["serving.reprise.io/plan-hash"] for each in (release.workload, new.workload)
     ]
     assert hashes[0] != hashes[1], "a held Deployment is not the plan's"
 

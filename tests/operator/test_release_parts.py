@@ -12,7 +12,7 @@ import pytest
 from reprise_operator.cause import HIDDEN, end_of, without_secrets
 from reprise_operator.checks import Check, CheckState, outcome_of
 from reprise_operator.children.check_job import build_check_job, check_job_name
-from reprise_operator.children.strategy import Strategy, default_strategy
+from reprise_operator.children.strategy import Strategy, default_strategy, may_surge, surge_strategy
 from reprise_operator.children.vllm_check import SCRIPT
 from reprise_operator.devices import free_pods, quantity
 from reprise_operator.naming import NAME_LABEL, selector_labels
@@ -26,7 +26,7 @@ from tests.operator.failures import failure
 
 
 def check_job(of: Plan, *, node: str | None = "n1", template: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return build_check_job(of.service, template or of.deployment["spec"]["template"], template_hash="abc", node=node)
+    return build_check_job(of.service, template or of.workload["spec"]["template"], template_hash="abc", node=node)
 
 
 def test_the_check_runs_the_new_image_with_the_new_arguments_and_no_device() -> None:
@@ -48,7 +48,7 @@ def test_the_check_runs_the_new_image_with_the_new_arguments_and_no_device() -> 
     assert [owner["uid"] for owner in job["metadata"]["ownerReferences"]] == [UID]
     pod_spec = job["spec"]["template"]["spec"]
     (container,) = pod_spec["containers"]
-    engine = of.deployment["spec"]["template"]["spec"]["containers"][0]
+    engine = of.workload["spec"]["template"]["spec"]["containers"][0]
     assert container["image"] == "r.example/e:2"
     assert container["args"] == ["check", *engine["args"][1:]]
     assert container["env"] == engine["env"]
@@ -83,9 +83,17 @@ def test_the_check_has_the_model_but_neither_driver_nor_traffic() -> None:
     assert "serving.reprise.io/owner-uid" not in job["metadata"]["labels"], "it would be pruned with the children"
 
 
+def test_the_check_leaves_the_cache_s_volume_to_the_pod_that_serves() -> None:
+    """A volume that one pod may mount would keep the check waiting for the very pod that waits for it."""
+    spec = check_job(planned({"prefixCaching": {"persistence": {"claimName": "a"}}}))["spec"]["template"]["spec"]
+    assert "prefix-cache" not in {volume["name"] for volume in spec["volumes"]}
+    assert "prefix-cache" not in {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert "--prefix-cache-dir" in spec["containers"][0]["args"]
+
+
 def test_a_model_that_is_yet_to_be_fetched_is_not_looked_for() -> None:
     of = planned()
-    template = dict(of.deployment["spec"]["template"])
+    template = dict(of.workload["spec"]["template"])
     template["spec"] = {**template["spec"], "initContainers": [{"name": "fetch", "image": "x"}]}
     spec = check_job(of, template=template)["spec"]["template"]["spec"]
     assert "initContainers" not in spec
@@ -98,7 +106,7 @@ def test_vllm_checks_with_its_own_parser() -> None:
     assert args[:2] == ["python3", "-c"]
     assert args[2] == SCRIPT
     assert args[3] == "/model"
-    assert args[4:] == of.deployment["spec"]["template"]["spec"]["containers"][0]["args"][3:]
+    assert args[4:] == of.workload["spec"]["template"]["spec"]["containers"][0]["args"][3:]
     assert "$(" not in SCRIPT, "Kubernetes would expand it"
 
 
@@ -199,12 +207,27 @@ def test_the_strategy_where_no_free_device_is_seen(spec: dict[str, Any], strateg
     of = planned(spec)
     assert default_strategy(of.service) == strategy
     assert strategy.least_available(of.replicas) == least
-    assert of.deployment["spec"]["strategy"]["rollingUpdate"] == strategy.manifest()
+    assert of.workload["spec"]["strategy"]["rollingUpdate"] == strategy.manifest()
 
 
 def test_the_deadline_is_the_specs_or_more_than_a_pod_may_take_to_start() -> None:
-    assert planned().deployment["spec"]["progressDeadlineSeconds"] == 3900
-    assert planned({"rollout": {"progressDeadlineSeconds": 600}}).deployment["spec"]["progressDeadlineSeconds"] == 600
+    assert planned().workload["spec"]["progressDeadlineSeconds"] == 3900
+    assert planned({"rollout": {"progressDeadlineSeconds": 600}}).workload["spec"]["progressDeadlineSeconds"] == 600
+    warm = {"prefixCaching": {"warmup": {"prompts": ["a"], "timeoutSeconds": 900}}}
+    assert planned(warm).workload["spec"]["progressDeadlineSeconds"] == 3900 + 900
+    both = {**warm, "rollout": {"progressDeadlineSeconds": 600}}
+    assert planned(both).workload["spec"]["progressDeadlineSeconds"] == 600
+
+
+@pytest.mark.parametrize("spec", [{}, {"accelerator": {"profile": "cpu"}}])
+def test_no_pod_is_added_that_would_wait_for_its_predecessors_volume(spec: dict[str, Any]) -> None:
+    held = planned({**spec, "prefixCaching": {"persistence": {"claimName": "a"}}}).service
+    shared = {"claimName": "a", "accessModes": ["ReadWriteMany"]}
+    free = planned({**spec, "prefixCaching": {"persistence": shared}}).service
+    assert default_strategy(held) == Strategy(surge=0, unavailable=1)
+    assert surge_strategy(held, 1, free=4, broken=0) is None
+    assert not may_surge(held)
+    assert may_surge(free) is not bool(spec), "on an NPU, where a device is seen free"
 
 
 @pytest.mark.parametrize("surge", [0, "0%"])
@@ -217,7 +240,7 @@ def test_waiting_for_devices_that_may_not_be_seen_is_refused() -> None:
     spec = {"rollout": {"maxUnavailable": 0}}
     with pytest.raises(SpecError, match=r"spec\.rollout\.maxUnavailable is 0, .*rbac\.readNodes"):
         planned(spec)
-    assert planned(spec, read_nodes=True).deployment["spec"]["strategy"]["rollingUpdate"] == {
+    assert planned(spec, read_nodes=True).workload["spec"]["strategy"]["rollingUpdate"] == {
         "maxSurge": 1,
         "maxUnavailable": 0,
     }
@@ -256,7 +279,7 @@ def user(npus: int, where: str | None = "n1", *, phase: str = "Running", **label
 def free(
     nodes: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]] = (), spec: Mapping[str, Any] | None = None
 ) -> int:
-    template = planned(spec).deployment["spec"]["template"]
+    template = planned(spec).workload["spec"]["template"]
     return free_pods(template, nodes, pods, device=DEVICE, ours=OURS)
 
 

@@ -39,11 +39,23 @@ THEIRS = [managed("reprise-operator", fields=("f:template",)), managed("kube-con
 
 def workload(of: Plan, replicas: int, managers: list[dict[str, Any]] | None) -> ObservedChild:
     metadata = {} if managers is None else {"managedFields": managers}
-    return child(merged(of.deployment, {"spec": {"replicas": replicas}, "metadata": metadata}))
+    return child(merged(of.workload, {"spec": {"replicas": replicas}, "metadata": metadata}))
 
 
 def seen(*children: ObservedChild) -> Observed:
     return Observed(at=NOW, children=children)
+
+
+@pytest.mark.parametrize(
+    ("spec", "present", "claimed"), [(HPA, 4, 4), (HPA, 9, 5), (HPA, 1, 2), ({"replicas": 3}, 4, 3)]
+)
+def test_a_new_workload_begins_with_as_many_pods_as_the_autoscaler_gave_the_old_one(
+    spec: dict[str, Any], present: int, claimed: int
+) -> None:
+    plan = planned({**spec, "prefixCaching": {"persistence": {"size": "1Gi"}}})
+    before = workload(planned(spec), present, THEIRS)
+    assert replicas_of(plan, None, seen(before)) == Replicas(claimed=claimed)
+    assert replicas_of(plan, None, seen()) == Replicas(claimed=plan.replicas)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +148,7 @@ def test_the_hand_over_goes_with_the_apply_of_the_workload() -> None:
 
 
 def test_with_replicas_changes_nothing_else() -> None:
-    manifest = planned({"replicas": 3}).deployment
+    manifest = planned({"replicas": 3}).workload
     assert with_replicas(manifest, 3) is manifest
     without = with_replicas(manifest, None)
     assert "replicas" not in without["spec"]

@@ -83,13 +83,31 @@ def test_the_number_of_pods_is_left_out_and_the_workload_is_the_target() -> None
     for spec in (hpa(), keda()):
         made = planned(spec)
         assert made.autoscaled
-        assert "replicas" not in made.deployment["spec"]
+        assert "replicas" not in made.workload["spec"]
         assert made.autoscaler is not None
         assert made.autoscaler["spec"]["scaleTargetRef"] == {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
-            "name": made.deployment["metadata"]["name"],
+            "name": made.workload["metadata"]["name"],
         }
+
+
+VOLUMES = {"prefixCaching": {"persistence": {"size": "10Gi"}}}
+
+
+def test_a_stateful_set_is_scaled_like_a_deployment() -> None:
+    for spec in (hpa(), keda(prometheus=SERVER)):
+        made = planned(spec | VOLUMES)
+        name = made.workload["metadata"]["name"]
+        assert made.workload["kind"] == "StatefulSet"
+        assert "replicas" not in made.workload["spec"]
+        assert made.autoscaler is not None
+        target = made.autoscaler["spec"]["scaleTargetRef"]
+        assert target == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+    (trigger,) = made.autoscaler["spec"]["triggers"]
+    (pattern,) = re.findall(r'pod=~"([^"]*)"', trigger["metadata"]["query"])
+    assert re.fullmatch(pattern, f"{name}-0")
+    assert not re.fullmatch(pattern, "qwen-other-0")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +219,7 @@ def test_replicas_is_what_a_service_starts_with_within_the_bounds(replicas: int,
 
 def test_suspended_the_pods_are_ours_and_keda_is_paused_first() -> None:
     made = planned({"suspend": True, **keda()})
-    assert (made.autoscaled, made.replicas, made.deployment["spec"]["replicas"]) == (False, 0, 0)
+    assert (made.autoscaled, made.replicas, made.workload["spec"]["replicas"]) == (False, 0, 0)
     assert [manifest["kind"] for manifest in made.children] == ["Service", "ScaledObject", "Deployment"]
     assert made.autoscaler is not None
     assert made.autoscaler["metadata"]["annotations"]["autoscaling.keda.sh/paused"] == "true"
@@ -217,7 +235,7 @@ def test_what_the_cluster_does_not_have_is_asked_for_and_left_out() -> None:
     made = planned(keda(), available=frozenset(OPTIONAL_TYPES) - {SCALED_OBJECTS})
     assert made.autoscaler is None
     assert made.asks == {SCALED_OBJECTS}
-    assert "replicas" not in made.deployment["spec"]
+    assert "replicas" not in made.workload["spec"]
     assert planned(hpa()).asks == {HORIZONTAL_POD_AUTOSCALERS}
     assert planned().asks == frozenset()
 
@@ -229,7 +247,7 @@ def test_the_disruption_budget_is_of_all_pods(field: str, value: int | str) -> N
     budget = made.disruption_budget
     assert budget is not None
     assert budget["spec"] == {
-        "selector": made.deployment["spec"]["selector"],
+        "selector": made.workload["spec"]["selector"],
         field: value,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }

@@ -8,21 +8,8 @@ from typing import Any
 import pytest
 
 from reprise_operator.resource import ClaimModel, DriverMode, FetchedModel, HostPathModel, Runtime
-from reprise_operator.spec import NOT_YET, SpecError, identity_of, parse
+from reprise_operator.spec import SpecError, identity_of, parse
 from tests.operator.factories import UID, body
-
-VALUES: dict[str, Any] = {
-    "prefixCaching.hashAlgorithm": "sha256",
-    "prefixCaching.isolation": "none",
-    "prefixCaching.hostMemory": "64Gi",
-    "prefixCaching.persistence": {"size": "100Gi"},
-    "prefixCaching.warmup": {"prompts": ["You are"]},
-}
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    first, _, rest = path.partition(".")
-    return {first: nested(rest, value) if rest else value}
 
 
 def test_unset_fields_have_the_documented_defaults() -> None:
@@ -97,21 +84,6 @@ def test_bad_model_uris_are_refused_with_what_is_possible(uri: str) -> None:
         parse(body({"model": {"uri": uri}}))
     assert caught.value.reason == "InvalidSpec"
     assert repr(uri) in caught.value.message
-
-
-@pytest.mark.parametrize("path", NOT_YET)
-def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        parse(body(nested(path, VALUES[path])))
-    assert caught.value.reason == "NotSupported"
-    assert f"spec.{path}" in caught.value.message
-
-
-def test_all_fields_of_a_later_release_are_named_at_once() -> None:
-    with pytest.raises(SpecError) as caught:
-        parse(body({"prefixCaching": {"hostMemory": "1Gi", "isolation": "perKey"}}))
-    for path in ("spec.prefixCaching.hostMemory", "spec.prefixCaching.isolation"):
-        assert path in caught.value.message
 
 
 def test_a_revision_may_stand_in_a_field_of_its_own() -> None:

@@ -107,7 +107,7 @@ def test_it_is_not_ready_while_its_init_container_fails() -> None:
 
 def test_a_service_without_its_network_service_is_not_ready() -> None:
     plan = planned()
-    seen = replace(observed(plan, pod()), children=(child(plan.deployment, **deployment_status()),))
+    seen = replace(observed(plan, pod()), children=(child(plan.workload, **deployment_status()),))
     assert kstatus(status_of(plan, seen)) == RECONCILING
 
 

@@ -43,7 +43,7 @@ def scaled(plan: Plan, wanted: int, *conditions: tuple[str, str, str], **figures
     said = [{"type": t, "status": s, "reason": r, "message": f"{r}, it says."} for t, s, r in conditions]
 
     def made(manifest: Any) -> ObservedChild:
-        if manifest is plan.deployment:
+        if manifest is plan.workload:
             return child(merged(manifest, {"spec": {"replicas": wanted}}), **deployment_status(**counted))
         is_autoscaler = manifest["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
         return child(manifest, conditions=said) if is_autoscaler else child(manifest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,26 @@ def state(
 def written(of: MemoryState) -> dict[str, Any]:
     """What the next pass, or the next process, finds in the status."""
     return memory_status(of)
+
+
+def test_a_part_of_a_device_is_where_the_steps_begin() -> None:
+    part = {
+        "accelerator": {"profile": "hami-ascend910b3", "count": 1},
+        "runtime": {"resources": {"limits": {"huawei.com/Ascend910B3-memory": "16384"}}},
+    }
+    begun = state(part)
+    assert begun.effective == 0.25
+    assert lowered(begun, [end()]).effective == 0.2
+    other = copy.deepcopy(part)
+    other["runtime"]["resources"]["limits"]["huawei.com/Ascend910B3-memory"] = "32768"
+    assert state(other).inputs_hash != begun.inputs_hash
+
+
+def test_what_takes_no_device_memory_keeps_the_steps() -> None:
+    stepped = written(lowered(state(), [end()]))
+    warm = {"warmup": {"prompts": ["a"]}, "persistence": {"size": "1Gi"}, "hashAlgorithm": "sha256"}
+    assert state({"prefixCaching": warm}, stepped).steps == 1
+    assert state({"prefixCaching": {"enabled": False}}, stepped).steps == 0
 
 
 @pytest.mark.parametrize(

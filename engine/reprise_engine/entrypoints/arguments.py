@@ -42,7 +42,7 @@ from reprise_engine.server.options import ServerOptions
 from reprise_engine.version import __version__
 
 API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
-"""A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""
+"""A Kubernetes Secret goes into one of these: an argument would show in every listing of processes. A key a line."""
 
 ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
 MIN_SECRET_LENGTH = 16
@@ -368,8 +368,9 @@ def _api_keys(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tup
         raise ConfigError("--api-key is empty; give a key, or leave the flag out.")
     for variable in API_KEY_VARIABLES:
         if variable in environment:
-            key = environment[variable].strip()
-            if not key:
+            # A header holds no line break, so no key can: a Secret with several keys has one a line.
+            given = [line.strip() for line in environment[variable].splitlines() if line.strip()]
+            if not given:
                 raise ConfigError(f"{variable} is set, but empty; give a key, or unset it.")
-            keys.append(key)
+            keys += given
     return tuple(dict.fromkeys(keys))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
+from reprise_operator.children.prefix_cache import cache_args
 from reprise_operator.naming import digest
 from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT
@@ -57,9 +58,12 @@ def _serve(service: InferenceService, memory: MemoryPlan) -> list[str]:
     args.append(_switch("enable-prefix-caching", on=service.prefix_caching))
     if service.spec.prefix_caching.block_size is not None:
         args += ["--block-size", str(service.spec.prefix_caching.block_size)]
+    if service.spec.prefix_caching.hash_algorithm is not None:
+        args += ["--prefix-caching-hash-algo", service.spec.prefix_caching.hash_algorithm]
     if model.max_model_len is not None:
         args += ["--max-model-len", str(model.max_model_len)]
-    dtype = model.dtype or profile_of(service).dtype
+    only = profile_of(service).dtype
+    dtype = only if only is not None and model.dtype == "auto" else model.dtype or only
     if dtype is not None:
         args += ["--dtype", dtype]
     return args
@@ -76,7 +80,7 @@ def _reprise(service: InferenceService) -> list[str]:
         args.append(_switch("enable-chunked-prefill", on=chunked))
     if chunked is False:
         args += _whole_prompts(service)
-    return args
+    return args + cache_args(service)
 
 
 def _vllm_ascend(service: InferenceService) -> list[str]:

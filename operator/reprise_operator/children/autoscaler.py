@@ -46,7 +46,7 @@ def build_autoscaler(
                 "scaleTargetRef": target,
                 "minReplicaCount": asked.min_replicas,
                 "maxReplicaCount": asked.max_replicas,
-                "triggers": [_trigger(service, settings, asked)],
+                "triggers": [_trigger(service, settings, asked, workload=workload["metadata"]["name"])],
                 "advanced": {
                     # Where KEDA goes, the pods stay as many as they are.
                     "restoreToOriginalReplicaCount": False,
@@ -102,7 +102,7 @@ def _metric(asked: AutoscalingSpec) -> dict[str, Any]:
     return {"type": "Pods", "pods": {"metric": {"name": asked.metric}, "target": average}}
 
 
-def _trigger(service: InferenceService, settings: Settings, asked: AutoscalingSpec) -> dict[str, Any]:
+def _trigger(service: InferenceService, settings: Settings, asked: AutoscalingSpec, *, workload: str) -> dict[str, Any]:
     target = str(_target(asked))
     if asked.metric in RESOURCES:
         metadata = {"value": target, "containerName": CONTAINER}
@@ -118,7 +118,7 @@ def _trigger(service: InferenceService, settings: Settings, asked: AutoscalingSp
     query = asked.prometheus.query or load_query(
         asked.metric,
         namespace=service.identity.namespace,
-        workload=child_name(service.identity),
+        workload=workload,
         to_zero=to_zero,
     )
     return {

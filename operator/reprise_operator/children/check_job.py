@@ -11,6 +11,7 @@ from typing import Any
 
 from reprise_operator.children.accelerator import driver_volumes
 from reprise_operator.children.pod import CONTAINER
+from reprise_operator.children.prefix_cache import CACHE_VOLUME
 from reprise_operator.children.vllm_check import SCRIPT
 from reprise_operator.naming import (
     CHECK_LABEL,
@@ -103,7 +104,8 @@ def _pod_spec(service: InferenceService, spec: Mapping[str, Any], node: str | No
     # A model that an init container fetches is not there: then only the arguments and the image are looked at.
     fetched = bool(spec.get("initContainers"))
     driver, _ = driver_volumes(service)
-    left_out = {volume["name"] for volume in driver} | {"shm"}
+    # Nor the volume for blocks: the pod that serves may be the only one that can mount it.
+    left_out = {volume["name"] for volume in driver} | {"shm", CACHE_VOLUME}
     volumes = [volume for volume in spec.get("volumes", ()) if volume["name"] not in left_out]
     pod = {key: spec[key] for key in _POD_FIELDS if key in spec}
     if node is not None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from reprise_operator.children.memory import MemoryPlan
-from reprise_operator.children.pod import STARTUP_SECONDS, build_pod_template
+from reprise_operator.children.pod import build_pod_template, startup_seconds
 from reprise_operator.children.strategy import default_strategy
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
 from reprise_operator.resource import FetchedModel, InferenceService
 from reprise_operator.settings import Settings
 
-PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 300
-"""More than a pod may take to start, or a rollout would be called failed while a model loads."""
-
 FETCH_SECONDS = 6 * 3600
 """For a fetch on top of it: 700 GB at 32 MB a second."""
+
+
+def progress_deadline_seconds(service: InferenceService) -> int:
+    """Seconds without progress after which a change has failed.
+
+    What the spec says; else more than a pod may take to start, or a change would fail while a model loads.
+    """
+    fetching = FETCH_SECONDS if isinstance(service.source, FetchedModel) else 0
+    return service.spec.rollout.progress_deadline_seconds or startup_seconds(service) + 300 + fetching
 
 
 def build_deployment(
@@ -38,16 +44,9 @@ def build_deployment(
                 **({} if replicas is None else {"replicas": replicas}),
                 "selector": {"matchLabels": selector_labels(identity)},
                 "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy.manifest()},
-                "progressDeadlineSeconds": progress_deadline(service),
+                "progressDeadlineSeconds": progress_deadline_seconds(service),
                 "revisionHistoryLimit": 3,
                 "template": build_pod_template(service, settings, memory),
             },
         }
     )
-
-
-def progress_deadline(service: InferenceService) -> int:
-    """Seconds without progress after which a change has failed."""
-    asked = service.spec.rollout.progress_deadline_seconds
-    fetching = FETCH_SECONDS if isinstance(service.source, FetchedModel) else 0
-    return PROGRESS_DEADLINE_SECONDS + fetching if asked is None else asked

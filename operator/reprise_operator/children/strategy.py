@@ -1,7 +1,8 @@
 """How many pods a change may add and take at a time. Pure.
 
 NPUs are scarce: a surge pod would often wait for a device for ever, so by default a pod goes before its successor
-comes. Where free devices are seen (devices.py), the successor comes first. A CPU has room for one more.
+comes. Where free devices are seen (devices.py), the successor comes first. A CPU has room for one more. But nowhere may
+a pod wait for a volume that only one node can mount, and that the pod it would replace holds.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def fewest_replicas(service: InferenceService) -> int:
 def default_strategy(service: InferenceService) -> Strategy:
     """What is done where no free devices are seen."""
     asked, replicas = service.spec.rollout, fewest_replicas(service)
+    if holds_volume(service):
+        return Strategy(surge=0, unavailable=_kept(asked.max_unavailable, replicas, default=1))
     if profile_of(service).is_npu:
         if is_zero(asked.max_unavailable):
             return Strategy(surge=_limit(service), unavailable=0)
@@ -57,19 +60,24 @@ def surge_strategy(service: InferenceService, replicas: int, *, free: int, broke
     The `broken` pods, those that do not serve, need not be waited for: they go first.
     """
     surge = min(resolve(_limit(service), replicas, up=True), free)
-    if not profile_of(service).is_npu or surge < 1:
+    if not may_surge(service) or surge < 1:
         return None
     return Strategy(surge=surge, unavailable=_kept(service.spec.rollout.max_unavailable, replicas, default=broken))
 
 
+def holds_volume(service: InferenceService) -> bool:
+    """Whether a pod must go before its successor can have its volume: then none is ever added."""
+    return service.persistence is not None and not service.persistence.is_shared
+
+
 def needs_free_devices(service: InferenceService) -> bool:
     """Whether a change has to wait for free devices, since no pod may go before its successor serves."""
-    return profile_of(service).is_npu and is_zero(service.spec.rollout.max_unavailable)
+    return profile_of(service).is_npu and not holds_volume(service) and is_zero(service.spec.rollout.max_unavailable)
 
 
 def may_surge(service: InferenceService) -> bool:
     """Whether free devices make a difference."""
-    return profile_of(service).is_npu and not is_zero(service.spec.rollout.max_surge)
+    return profile_of(service).is_npu and not holds_volume(service) and not is_zero(service.spec.rollout.max_surge)
 
 
 def is_zero(share: Share | None) -> bool:
