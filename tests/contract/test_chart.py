@@ -165,7 +165,7 @@ def test_the_network_policy_lets_through_what_the_operator_needs() -> None:
     assert api_server == {"ports": [{"protocol": "TCP", "port": 443}, {"protocol": "TCP", "port": 6443}]}
     assert [port["port"] for port in engines["ports"]] == [ENGINE_PORT]
     (peer,) = engines["to"]
-    pod = planned().deployment["spec"]["template"]["metadata"]["labels"]
+    pod = planned().workload["spec"]["template"]["metadata"]["labels"]
     assert peer["podSelector"]["matchLabels"].items() <= pod.items()
     assert peer["namespaceSelector"] == {}
     narrow: dict[str, Any] = {

@@ -146,7 +146,7 @@ def test_the_network_policy_for_engines_selects_their_pods() -> None:
         for document in yaml.safe_load_all(block)
         if document and document.get("kind") == "NetworkPolicy"
     ]
-    pod = planned().deployment["spec"]["template"]
+    pod = planned().workload["spec"]["template"]
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     ports = [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
     assert set(ports) == {port["name"] for port in pod["spec"]["containers"][0]["ports"]}

@@ -25,7 +25,7 @@ def pod(model: dict[str, Any]) -> dict[str, Any]:
         "metadata": {"name": "svc", "namespace": "ns", "uid": "u1", "generation": 1},
         "spec": {"model": model, "accelerator": {"profile": "cpu"}},
     }
-    return dict(plan(parse(body), Settings()).deployment["spec"]["template"]["spec"])
+    return dict(plan(parse(body), Settings()).workload["spec"]["template"]["spec"])
 
 
 def expanded(argument: str) -> str:

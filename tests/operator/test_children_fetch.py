@@ -20,7 +20,7 @@ FOLDER = f"/model/{fetched_folder(FetchedModel(scheme='hf', location='Qwen/Qwen3
 
 
 def pod_spec(of: Plan) -> dict[str, Any]:
-    return dict(of.deployment["spec"]["template"]["spec"])
+    return dict(of.workload["spec"]["template"]["spec"])
 
 
 def fetching(of: Plan) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def test_only_the_fetch_may_write_to_it() -> None:
 
 
 def test_a_fetch_may_take_hours() -> None:
-    plain = planned().deployment["spec"]["progressDeadlineSeconds"]
-    assert planned(HUB).deployment["spec"]["progressDeadlineSeconds"] == plain + FETCH_SECONDS
+    plain = planned().workload["spec"]["progressDeadlineSeconds"]
+    assert planned(HUB).workload["spec"]["progressDeadlineSeconds"] == plain + FETCH_SECONDS
 
 
 # Image, environment, security ---------------------------------------------------------------------------------------

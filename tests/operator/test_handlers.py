@@ -234,7 +234,7 @@ def test_a_pod_whose_end_was_delivered_before_an_older_reading_arrived_is_not_ow
 
 def test_only_what_the_watches_select_is_expected_from_them() -> None:
     plan = planned()
-    seen = [child(plan.network_service), child(plan.deployment)]
+    seen = [child(plan.network_service), child(plan.workload)]
     labels = {"app.kubernetes.io/managed-by": "reprise-operator"}
     pods: list[dict[str, Any]] = [
         {"metadata": {"namespace": "llm", "name": "ours", "resourceVersion": "9", "labels": labels}},
@@ -246,7 +246,7 @@ def test_only_what_the_watches_select_is_expected_from_them() -> None:
 
 def test_events_of_children_and_pods_pay_what_is_owed_of_them() -> None:
     woken = Woken()
-    deployment = child(planned().deployment).body
+    deployment = child(planned().workload).body
     made = {**pod("qwen"), "metadata": {**pod("qwen")["metadata"], "resourceVersion": "8"}}
     for deleted in (False, True):
         woken.health.read_all(QWEN, [(DEPLOYMENTS, ("llm", "qwen"), "7"), (PODS, ("llm", "p"), "8")])

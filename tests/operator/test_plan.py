@@ -117,7 +117,7 @@ def test_every_input_of_the_pod_rolls_it_out(field: str) -> None:
     """Faults operator 1 and 2: a change of a flag, argument or variable never reached the pods."""
     fetched = INPUTS[field].get("model", {}).get("uri") == "hf://a/b"
     before, after = planned({"model": {"uri": "hf://a/b"}} if fetched else None), planned(INPUTS[field])
-    assert after.deployment["spec"]["template"] != before.deployment["spec"]["template"]
+    assert after.workload["spec"]["template"] != before.workload["spec"]["template"]
     assert plan_hash(after) != plan_hash(before)
 
 

@@ -117,22 +117,22 @@ def test_a_service_that_refers_to_nothing_keeps_its_template() -> None:
 
 def test_the_annotation_is_a_keyed_hash_of_the_keys_in_use() -> None:
     of = after(planned(KEYS), seen({"token": "hunter2", "other": "x"}))
-    value = annotation_of(of.deployment)
+    value = annotation_of(of.workload)
     name, _, entry = value.partition("=")
     assert (name, entry.partition(".")[0]) == ("Secret/keys", KEY.name)
     for plain in (b"hunter2", b'"hunter2"', b"token=hunter2"):
         assert hashlib.sha256(plain).hexdigest()[:16] not in value
     assert after(planned(KEYS), seen({"token": "hunter2", "other": "y"})) == of, "a key that nobody uses rolls nothing"
-    assert annotation_of(after(planned(KEYS), seen({"token": "hunter3"})).deployment) != value
+    assert annotation_of(after(planned(KEYS), seen({"token": "hunter3"})).workload) != value
 
 
 def test_only_the_pods_annotations_differ() -> None:
     plain = planned({**KEYS, "podTemplate": {"metadata": {"annotations": {"example.com/note": "b"}}}})
     of = after(plain, seen({"token": "a"}))
-    metadata = of.deployment["spec"]["template"]["metadata"]
+    metadata = of.workload["spec"]["template"]["metadata"]
     assert metadata["annotations"].pop(REFERENCES_ANNOTATION)
-    assert of.deployment["spec"] == plain.deployment["spec"]
-    assert of.deployment["metadata"]["annotations"] != plain.deployment["metadata"]["annotations"], "the plan's hash"
+    assert of.workload["spec"] == plain.workload["spec"]
+    assert of.workload["metadata"]["annotations"] != plain.workload["metadata"]["annotations"], "the plan's hash"
 
 
 LIVE = after(planned(KEYS), seen({"token": "a"}))
@@ -166,14 +166,14 @@ LIVE_OTHER = after(planned(KEYS), seen({"token": "a"}, key=OTHER_KEY))
 )
 def test_when_the_pods_roll(live: Plan, saw: ObservedReference | None, rolls: bool) -> None:
     of = after(planned(KEYS), saw, live=live)
-    assert (of.deployment["spec"]["template"] != live.deployment["spec"]["template"]) is rolls
-    assert bool(rotated(live.deployment, of.deployment)) is rolls
+    assert (of.workload["spec"]["template"] != live.workload["spec"]["template"]) is rolls
+    assert bool(rotated(live.workload, of.workload)) is rolls
 
 
 def test_one_that_was_never_there_leaves_no_entry_and_its_coming_makes_one() -> None:
     waiting = after(planned(KEYS), seen(None))
-    assert annotation_of(waiting.deployment) == ""
-    assert annotation_of(after(planned(KEYS), seen({"token": "a"}), live=waiting).deployment) != ""
+    assert annotation_of(waiting.workload) == ""
+    assert annotation_of(after(planned(KEYS), seen({"token": "a"}), live=waiting).workload) != ""
 
 
 def test_a_vanished_one_does_not_hold_another_up() -> None:
@@ -190,8 +190,8 @@ def test_a_vanished_one_does_not_hold_another_up() -> None:
 
     live = of(seen({"token": "a"}), "1", None)
     new = of(seen(None), "2", live)
-    assert rotated(live.deployment, new.deployment) == ("ConfigMap/c",)
-    before, now = annotation_of(live.deployment).split(","), annotation_of(new.deployment).split(",")
+    assert rotated(live.workload, new.workload) == ("ConfigMap/c",)
+    before, now = annotation_of(live.workload).split(","), annotation_of(new.workload).split(",")
     assert before[1] == now[1]
 
 
