@@ -119,7 +119,7 @@ class Api:
     async def get(
         self, resource: ResourceType, namespace: str, name: str, *, accept: str = "application/json"
     ) -> Body | None:
-        memo, asked = memo_for(resource), ("get", resource.plural, namespace, name, accept)
+        memo, asked = memo_for(resource, by_name=True), ("get", resource.plural, namespace, name, accept)
         if memo is not None and asked in memo:
             known: Body | None = memo[asked]
             return known

@@ -39,7 +39,6 @@ STATEFUL_SETS = ResourceType("apps/v1", "StatefulSet", "statefulsets")
 REPLICA_SETS = ResourceType("apps/v1", "ReplicaSet", "replicasets")
 SERVICES = ResourceType("v1", "Service", "services")
 PODS = ResourceType("v1", "Pod", "pods")
-CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 SECRETS = ResourceType("v1", "Secret", "secrets")
 CONFIG_MAPS = ResourceType("v1", "ConfigMap", "configmaps")
 CLAIMS = ResourceType("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
@@ -91,6 +90,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("apps", "statefulsets"): {"get", "list", "create", "patch", "delete"},
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
+        # Listed: ours. By name those that a service refers to, as below.
         ("", "configmaps"): {"get", "list", "create", "patch", "delete"},
         # Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
         ("", "pods"): {"list", "delete"},

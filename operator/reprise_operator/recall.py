@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprise_operator.kinds import REPLICA_SETS, WATCHED_TYPES, ResourceType
+from reprise_operator.kinds import CONFIG_MAPS, REPLICA_SETS, WATCHED_TYPES, ResourceType
 
 _REMEMBERED = frozenset((*WATCHED_TYPES, REPLICA_SETS))
 """ReplicaSets have no watch of their own: the Deployment's status changes with them."""
@@ -34,10 +34,15 @@ class Memo:
 _memo: ContextVar[Memo | None] = ContextVar("memo", default=None)
 
 
-def memo_for(resource: ResourceType) -> dict[Hashable, Any] | None:
-    """Where the present pass keeps answers about that kind; None outside a pass, and for kinds that are always read."""
+def memo_for(resource: ResourceType, *, by_name: bool = False) -> dict[Hashable, Any] | None:
+    """Where the present pass keeps answers about that kind; None outside a pass, and for kinds that are always read.
+
+    `by_name`: one object, which may be a user's. Users' ConfigMaps are read, and the watch brings ours only.
+    """
     memo = _memo.get()
-    return memo.answers if memo is not None and resource in _REMEMBERED else None
+    if memo is None or resource not in _REMEMBERED or (by_name and resource == CONFIG_MAPS):
+        return None
+    return memo.answers
 
 
 def written() -> None:

@@ -34,7 +34,7 @@ from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.out_of_memory import memory_ends
 from reprise_operator.plan import Plan, plan
 from reprise_operator.recall import Recall
-from reprise_operator.references import ObjectRef, followed, rotated
+from reprise_operator.references import ObjectRef, ObservedReference, followed, rotated
 from reprise_operator.release import Release
 from reprise_operator.release_state import state_status
 from reprise_operator.releasing import CHECK_POLL_SECONDS, Releaser, awaits_check
@@ -196,12 +196,13 @@ class Reconciler:
         names = (wanted.secret_names, wanted.config_map_names) if wanted else ((), ())
         secrets = [name for name in names[0] if ObjectRef("Secret", name) not in references]
         config_maps = [name for name in names[1] if ObjectRef("ConfigMap", name) not in references]
+        absent = tuple(name for name in names[1] if _is_absent(references.get(ObjectRef("ConfigMap", name))))
         self.scraper.forget(memory.pods - uids)
         self._logs.forget(memory.pods - uids)
         self.mounts.forget(memory.pods - uids)
         memory.pods = uids
         if wanted is not None and wanted.service.spec.runtime.name is Runtime.VLLM_ASCEND:
-            pods = list(await self._logs.observe(namespace, pods, read=self.cluster.log_tail))
+            pods = await self._logs.observe(namespace, pods, read=self.cluster.log_tail)
         workload = _workload(wanted, Observed(at=self.clock(), children=children))
         # Only Deployments have them.
         replica_sets = await self.cluster.replica_sets(namespace, labels) if _makes_replica_sets(workload) else ()
@@ -212,7 +213,7 @@ class Reconciler:
             missing_secrets=await self.cluster.missing_secrets(namespace, secrets),
             references=references,
             missing_claims=await self.cluster.missing_claims(namespace, wanted.claim_names if wanted else ()),
-            missing_config_maps=await self.cluster.missing_config_maps(namespace, config_maps),
+            missing_config_maps=(*absent, *await self.cluster.missing_config_maps(namespace, config_maps)),
             template_hash=current_template_hash(workload, replica_sets),
             templates=templates(workload, replica_sets),
             apply_errors=dict(memory.refused),
@@ -444,6 +445,10 @@ def _workload(plan: Plan | None, observed: Observed) -> Body | None:
     """The workload that the Plan names; without a Plan the one that is there."""
     child = next(iter(workloads(observed)), None) if plan is None else workload_of(plan, observed)
     return child.body if child is not None and child.owned else None
+
+
+def _is_absent(reference: ObservedReference | None) -> bool:
+    return reference is not None and not reference.present
 
 
 def _makes_replica_sets(workload: Body | None) -> bool:

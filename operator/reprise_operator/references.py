@@ -92,12 +92,13 @@ def references_of(service: InferenceService) -> tuple[Reference, ...]:
         required, optional = CREDENTIALS[service.source.scheme]
         use("Secret", credentials.name, "spec.model.secretRef", required=required, optional=optional)
     salt = spec.prefix_caching.isolation_secret_ref
-    if salt is not None:
+    if salt is not None and service.prefix_caching:
         use("Secret", salt.name, "spec.prefixCaching.isolationSecretRef", required=[salt.key], optional=())
     warmup = None if service.warmup is None else service.warmup.config_map_key_ref
     if warmup is not None:
         where = "spec.prefixCaching.warmup.configMapKeyRef"
-        use("ConfigMap", warmup.name, where, required=[warmup.key], optional=())
+        # Without it a pod starts all the same, only colder.
+        use("ConfigMap", warmup.name, where, required=(), optional=[warmup.key])
     for variable in spec.runtime.env:
         for kind, source in _sources(variable.value_from or {}):
             keys, where = [str(source.get("key"))], f"spec.runtime.env ({variable.name})"

@@ -87,7 +87,6 @@ def build_status(
         status |= {"url": outcome.url, "model": outcome.service.served_name, "memory": _memory(outcome, diagnosis)}
         conditions += [_memory_tuned(outcome), *attachment_conditions(outcome, observed)]
         conditions += [specified_condition(outcome, observed), *autoscaling_condition(outcome, observed)]
-        conditions.append(_memory_tuned(outcome))
         if outcome.references:
             conditions.append(_references_resolved(outcome, observed))
     else:

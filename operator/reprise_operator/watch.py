@@ -115,7 +115,10 @@ def watched_objects(
 ) -> Iterator[tuple[ResourceType, Hashable, str | None]]:
     """For `read_all`: those of one service's objects that the watches select by our label."""
     by_kind = {resource.kind: resource for resource in CHILD_TYPES}
-    for resource, body in (*((by_kind[child.kind], child.body) for child in children), *((PODS, pod) for pod in pods)):
+    for resource, body in (
+        *((by_kind[child.kind], child.body) for child in children if child.kind in by_kind),
+        *((PODS, pod) for pod in pods),
+    ):
         metadata = body["metadata"]
         if (metadata.get("labels") or {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER:
             yield resource, object_key(body), metadata.get("resourceVersion")

@@ -233,8 +233,10 @@ def test_a_pod_whose_end_was_delivered_before_an_older_reading_arrived_is_not_ow
 
 
 def test_only_what_the_watches_select_is_expected_from_them() -> None:
-    plan = planned()
-    seen = [child(plan.network_service), child(plan.workload)]
+    plan = planned({"autoscaling": {"maxReplicas": 2}})
+    assert plan.autoscaler is not None
+    # Of the last no watch tells: it is polled.
+    seen = [child(plan.network_service), child(plan.workload), child(plan.autoscaler)]
     labels = {"app.kubernetes.io/managed-by": "reprise-operator"}
     pods: list[dict[str, Any]] = [
         {"metadata": {"namespace": "llm", "name": "ours", "resourceVersion": "9", "labels": labels}},

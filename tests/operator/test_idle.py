@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.operator.engine_pods import LoopbackEngine, loopback_engine, make_pods_ready
+from tests.operator.operator_process import Process
 from tests.operator.reconcile_bench import NAME, open_bench
-from tests.operator.test_main import Process
 from tests.support.kubectl import Kubectl, eventually
 from tests.support.request_recorder import RequestRecorder, recording
 
@@ -69,7 +69,7 @@ def test_an_idle_minute_of_a_whole_operator_writes_nothing(
 ) -> None:
     """Real time and a real process: watches, queue and resync too. The resync comes six times in the minute."""
     process = Process(
-        Kubectl(kubeconfig=recorder.kubeconfig, namespace=kubectl.namespace),
+        recorder.kubeconfig,
         tmp_path / "operator.log",
         *("-n", kubectl.namespace, "--scrape-seconds=1", "--hit-rate-window-seconds=5", "--resync-seconds=10"),
         "--status-min-interval-seconds=1",

@@ -154,7 +154,9 @@ def test_a_process_from_start_to_end(started: Process, kubectl: Kubectl) -> None
 
 def test_a_kind_that_appears_and_goes_while_it_runs(kubectl: Kubectl, tmp_path: Path) -> None:
     with none_left(kubectl):
-        process = Process(kubectl, tmp_path / "operator.log", "-n", kubectl.namespace, "--discovery-seconds=0.5")
+        process = Process(
+            kubectl.kubeconfig, tmp_path / "operator.log", "-n", kubectl.namespace, "--discovery-seconds=0.5"
+        )
         try:
             monitored = {**SERVICE["spec"], "monitoring": {"podMonitor": {}}}
             kubectl.apply({**SERVICE, "spec": monitored})

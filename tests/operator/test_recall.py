@@ -9,7 +9,7 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from reprise_operator.api import Api, ClusterError
-from reprise_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, SECRETS
+from reprise_operator.kinds import CONFIG_MAPS, DEPLOYMENTS, INFERENCE_SERVICES, PODS, SECRETS
 from reprise_operator.recall import Recall
 
 KEY = "llm/qwen"
@@ -55,6 +55,18 @@ async def one_pass(api: Api) -> None:
     await api.get(INFERENCE_SERVICES, "llm", "qwen")
     await api.list(PODS, "llm", {"a": "b"})
     await api.get(DEPLOYMENTS, "llm", "qwen")
+
+
+async def test_a_user_s_config_map_is_read_anew(server: Served) -> None:
+    """The watch brings those that carry our label only; of theirs no event would tell."""
+    served, api = server
+    recall = Recall(max_age=60.0, clock=Time())
+    for _ in range(2):
+        with recall.passing(KEY):
+            await api.list(CONFIG_MAPS, "llm", {"a": "b"})
+            await api.get(CONFIG_MAPS, "llm", "theirs")
+    named = "GET /api/v1/namespaces/llm/configmaps"
+    assert sorted(served.asked) == [named, f"{named}/theirs", f"{named}/theirs"]
 
 
 async def test_without_news_nothing_is_asked_again(server: Served) -> None:

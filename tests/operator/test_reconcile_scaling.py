@@ -483,7 +483,7 @@ async def test_a_service_without_these_asks_for_nothing_more(bench: Bench) -> No
     bench.requests.clear()
     await bench.reconcile()
     assert {plural for _, plural in bench.requests} == {
-        *("inferenceservices", "deployments", "services", "pods", "replicasets")
+        *("inferenceservices", "deployments", "statefulsets", "services", "configmaps", "pods", "replicasets")
     }
 
 

@@ -199,6 +199,44 @@ async def test_a_bad_template_that_is_put_right_does_not_wait_for_its_broken_pod
     assert all("--seed=7" in pod["spec"]["containers"][0]["args"] for pod in pods_of(bench, "StatefulSet"))
 
 
+async def test_an_autoscaler_s_number_stays_through_changes_and_hand_overs(bench: Bench) -> None:
+    """The autoscaler's writes are `kubectl scale` of the workload."""
+    scaling = {"autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
+    bench.apply({**volumes(), **scaling})
+    await serve(bench, "StatefulSet", 1)
+    (made,) = stateful_sets(bench)
+    name = made["metadata"]["name"]
+
+    def target() -> dict[str, Any]:
+        hpa = bench.kubectl.get("horizontalpodautoscaler", NAME)
+        assert hpa is not None
+        return dict(hpa["spec"]["scaleTargetRef"])
+
+    assert target() == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+    bench.kubectl("scale", f"statefulset/{name}", "--replicas=3")
+    await serve(bench, "StatefulSet", 3)
+    bench.apply({**volumes(runtime={"extraArgs": ["--seed=7"]}), **scaling})
+    await serve(bench, "StatefulSet", 3)
+    (changed,) = stateful_sets(bench)
+    assert changed["spec"]["replicas"] == 3
+    assert "--seed=7" in changed["spec"]["template"]["spec"]["containers"][0]["args"]
+
+    bench.apply({**scaling, "prefixCaching": {"persistence": None}})
+    await serve(bench, "Deployment", 3)
+    eventually(lambda: not stateful_sets(bench), "the StatefulSet is gone")
+    assert target() == {"apiVersion": "apps/v1", "kind": "Deployment", "name": NAME}
+    await bench.settle()
+
+
+async def test_a_rejected_change_of_a_deployment_is_forgotten_by_a_stateful_set(bench: Bench) -> None:
+    bench.apply({"replicas": 1})
+    await serve(bench, "Deployment", 1)
+    assert bench.status()["rollout"]["lastGood"]["podTemplateHash"]
+    bench.apply(volumes(replicas=1))
+    await serve(bench, "StatefulSet", 1)
+    assert "rollout" not in bench.status(), "there is no ReplicaSet to go back to"
+
+
 async def test_prompts_are_kept_right_and_taken_away(bench: Bench) -> None:
     bench.apply({"prefixCaching": {"warmup": {"prompts": ["You are", "He is"]}}})
     await bench.settle()

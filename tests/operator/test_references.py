@@ -75,6 +75,26 @@ def after(of: Plan, saw: ObservedReference | None, *, live: Plan | None = None) 
         ({}, []),
         (KEYS, [("Secret/keys", {"token"}, set())]),
         ({"runtime": {"imagePullSecrets": [{"name": "registry"}]}}, []),
+        (
+            {**KEYS, "prefixCaching": {"isolation": "perKey", "isolationSecretRef": {"name": "salt"}}},
+            [("Secret/keys", {"token"}, set()), ("Secret/salt", {"isolation-secret"}, set())],
+        ),
+        (
+            {
+                **KEYS,
+                "prefixCaching": {
+                    "enabled": False,
+                    "isolation": "perKey",
+                    "isolationSecretRef": {"name": "salt"},
+                },
+            },
+            [("Secret/keys", {"token"}, set())],
+        ),
+        # A pod starts without it.
+        (
+            {"prefixCaching": {"warmup": {"configMapKeyRef": {"name": "w", "key": "k"}}}},
+            [("ConfigMap/w", set(), {"k"})],
+        ),
         (env({"secretKeyRef": {"name": "a", "key": "k"}}), [("Secret/a", {"k"}, set())]),
         (env({"configMapKeyRef": {"name": "a", "key": "k", "optional": True}}), [("ConfigMap/a", set(), {"k"})]),
         (env({"fieldRef": {"fieldPath": "status.podIP"}}), []),
@@ -105,6 +125,14 @@ def after(of: Plan, saw: ObservedReference | None, *, live: Plan | None = None) 
 def test_what_the_pods_read(spec: dict[str, Any], expected: list[tuple[str, set[str], set[str]]]) -> None:
     found = planned(spec).references
     assert [(str(item.object), set(item.required), set(item.optional)) for item in found] == expected
+
+
+def test_a_stateful_set_s_pods_follow_their_secrets_too() -> None:
+    of = planned({**KEYS, "prefixCaching": {"persistence": {"size": "1Gi"}}})
+    first = after(of, seen({"token": "a"}))
+    assert first.workload["kind"] == "StatefulSet"
+    second = after(of, seen({"token": "b"}, changed="token"), live=first)
+    assert rotated(first.workload, second.workload) == ("Secret/keys",)
 
 
 def test_a_service_that_refers_to_nothing_keeps_its_template() -> None:

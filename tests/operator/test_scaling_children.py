@@ -104,6 +104,7 @@ def test_a_stateful_set_is_scaled_like_a_deployment() -> None:
         assert made.autoscaler is not None
         target = made.autoscaler["spec"]["scaleTargetRef"]
         assert target == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+    assert made.autoscaler is not None
     (trigger,) = made.autoscaler["spec"]["triggers"]
     (pattern,) = re.findall(r'pod=~"([^"]*)"', trigger["metadata"]["query"])
     assert re.fullmatch(pattern, f"{name}-0")

@@ -44,6 +44,19 @@ def test_the_first_status_already_says_not_ready() -> None:
     assert all(item["observedGeneration"] == 4 for item in status["conditions"])
 
 
+def test_each_condition_is_there_once() -> None:
+    """The API server refuses a status with two of a type, and with it every later one."""
+    everything = {
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+        "autoscaling": {"maxReplicas": 2},
+        "gateway": {"parentRefs": [{"name": "g"}]},
+        "monitoring": {"podMonitor": {}},
+    }
+    for spec in ({}, everything):
+        types = [item["type"] for item in status_of(planned(spec), Observed(at=NOW))["conditions"]]
+        assert sorted(types) == sorted(set(types))
+
+
 def test_ready() -> None:
     plan = planned({"replicas": 2})
     seen = observed(

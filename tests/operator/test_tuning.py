@@ -34,7 +34,7 @@ def written(of: MemoryState) -> dict[str, Any]:
 
 
 def test_a_part_of_a_device_is_where_the_steps_begin() -> None:
-    part = {
+    part: dict[str, Any] = {
         "accelerator": {"profile": "hami-ascend910b3", "count": 1},
         "runtime": {"resources": {"limits": {"huawei.com/Ascend910B3-memory": "16384"}}},
     }

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reprise_operator.children.args import MODEL_MOUNT, fetched_folder
+from reprise_operator.children.prefix_cache import CACHE_VOLUME, WARMUP_VOLUME
 from reprise_operator.resource import FetchedModel, InferenceService, ModelCacheSpec
 
 FETCH_CONTAINER = "fetch"
@@ -96,8 +97,8 @@ def _writable(mount: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_of_use(mount: Mapping[str, Any]) -> bool:
-    """Not the NPU's driver, nor the shared memory of its processes."""
-    return mount["name"] != "shm" and not str(mount["name"]).startswith("ascend-")
+    """Not the NPU's driver, nor the shared memory of its processes, nor what only the engine's cache has."""
+    return mount["name"] not in ("shm", CACHE_VOLUME, WARMUP_VOLUME) and not str(mount["name"]).startswith("ascend-")
 
 
 def _literal(text: str) -> str:
