@@ -154,8 +154,8 @@ class Bench:
         return [dict(pod) for pod in self.kubectl.list("pods") if "deletionTimestamp" not in pod["metadata"]]
 
     def kubelet_says(self, **status: Any) -> None:
-        """Writes the status of every pod."""
-        for pod in eventually(self.pods, "there are pods"):
+        """Writes the status of every pod, the oldest first: a rollout ends it as soon as its successor is ready."""
+        for pod in sorted(eventually(self.pods, "there are pods"), key=_age):
             self.kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
 
     async def make_ready(self) -> None:
@@ -177,6 +177,11 @@ class Bench:
         eventually(available, "the Deployment is available")
         await self.settle()
         assert self.condition("Ready")[0] == "True"
+
+
+def _age(pod: dict[str, Any]) -> tuple[str, int]:
+    """The second it was made in is not enough: of two of one second the lower version was written before."""
+    return pod["metadata"]["creationTimestamp"], int(pod["metadata"]["resourceVersion"])
 
 
 @asynccontextmanager
