@@ -68,7 +68,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("apps", "replicasets"): {"list"},
         ("", "services"): {"get", "list", "create", "patch", "delete"},
         ("", "configmaps"): {"get", "list", "create", "patch", "delete"},
-        # Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
+        # Deleted are pods of a StatefulSet that are of an older template (handover.py).
         ("", "pods"): {"list", "delete"},
         # Whether it exists, by a metadata-only request: the content is never read.
         ("", "secrets"): {"get"},

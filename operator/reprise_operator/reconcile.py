@@ -17,7 +17,7 @@ from typing import Any
 from reprise_operator.api import ClusterError
 from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.events import Happening, Recorder, transitions
-from reprise_operator.handover import DeletePod, Scale, hand_over, unblock
+from reprise_operator.handover import DeletePod, Scale, hand_over, replace_pods
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import OWNER_UID_LABEL, selector_labels
@@ -152,7 +152,7 @@ class Reconciler:
         actions = (
             *decide(planned, observed, applied=memory.applied),
             *hand_over(planned, observed),
-            *unblock(planned, observed),
+            *replace_pods(planned, observed),
         )
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
@@ -227,10 +227,11 @@ class Reconciler:
                 done = await self.cluster.scale(namespace, kind=key.kind, name=key.name, uid=uid, replicas=replicas)
                 note = f"Scaled {key} to {replicas}: others have taken over from its pods"
                 kind, outcome, reason = key.kind, "scaled", "HandedOver"
-            case DeletePod(name=name, uid=uid):
+            case DeletePod(name=name, uid=uid, broken=broken):
                 done = await self.cluster.delete(namespace, kind="Pod", name=name, uid=uid)
-                note = f"Deleted Pod/{name}, which is of an older template and not ready: the rollout waits for it"
-                kind, outcome, reason = "Pod", "deleted", "BrokenPodDeleted"
+                state = "not ready" if broken else "the next to be replaced"
+                note = f"Deleted Pod/{name}, which is of an older template and {state}"
+                kind, outcome, reason = "Pod", "deleted", "BrokenPodDeleted" if broken else "PodReplaced"
         if done:
             self.metrics.writes.labels(kind, outcome).inc()
             verb = "Scale" if isinstance(action, Scale) else "Delete"
