@@ -4,8 +4,8 @@ The kind of a workload and a StatefulSet's volumes cannot change in place. So th
 under the same Service, and the old one gives up a pod for each that serves in the new one. Where devices are scarce,
 and a pod of the new one finds none, the old one gives up one pod ahead, as a rollout with maxSurge 0 does.
 
-A StatefulSet replaces its pods one by one, and waits for each. A pod that can never become ready would be waited for
-for ever, though its template has been put right since; so the operator deletes it.
+A StatefulSet replaces no pod by itself (OnDelete). Those of an older template go one at a time, each when all the
+others serve; broken ones go first, and at once, since nobody is served by them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletePod:
-    """Delete a pod that serves nobody and holds up a rollout."""
+    """Delete a pod of an older template; `broken`: it served nobody."""
 
     name: str
     uid: str
+    broken: bool
 
 
 def hand_over(plan: Plan, observed: Observed) -> tuple[Delete | Scale, ...]:
@@ -60,25 +61,24 @@ def hand_over(plan: Plan, observed: Observed) -> tuple[Delete | Scale, ...]:
     return tuple(actions)
 
 
-def unblock(plan: Plan, observed: Observed) -> tuple[DeletePod, ...]:
-    """Pods of an older template of the StatefulSet that do not serve and never did, or have crashed.
+def replace_pods(plan: Plan, observed: Observed) -> tuple[DeletePod, ...]:
+    """Pods of the StatefulSet that are of an older template and go now; the controller makes them anew.
 
-    They would be replaced anyway, and until they are, a StatefulSet replaces no other. One that is only too busy for
-    its probe is left to the controller.
+    A pod that is only too busy for its probe is not broken, and while there is one, no other one goes.
     """
     workload = workload_of(plan, observed)
     if workload is None or workload.kind != "StatefulSet" or observed.template_hash is None:
         return ()
-    prefix = f"{workload.name}-"
-    return tuple(
-        DeletePod(name=pod.name, uid=pod.uid)
-        for pod in observed.pods
-        if (pod.template_hash or "").startswith(prefix)
-        and pod.template_hash != observed.template_hash
-        and not pod.ready
-        and not pod.terminating
-        and (pod.failures or not pod.started)
-    )
+    ours = [pod for pod in observed.pods if (pod.template_hash or "").startswith(f"{workload.name}-")]
+    old = [pod for pod in ours if pod.template_hash != observed.template_hash and not pod.terminating]
+    broken = [pod for pod in old if not pod.ready and (pod.failures or not pod.started)]
+    if broken:
+        return tuple(DeletePod(name=pod.name, uid=pod.uid, broken=True) for pod in broken)
+    all_serve = len(ours) >= plan.replicas and all(pod.ready and not pod.terminating for pod in ours)
+    if not old or not all_serve:
+        return ()
+    last = max(old, key=lambda pod: (len(pod.name), pod.name))
+    return (DeletePod(name=last.name, uid=last.uid, broken=False),)
 
 
 def _current(observed: Observed) -> tuple[ObservedPod, ...]:

@@ -92,7 +92,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("", "services"): {"get", "list", "create", "patch", "delete"},
         # Listed: ours. By name those that a service refers to, as below.
         ("", "configmaps"): {"get", "list", "create", "patch", "delete"},
-        # Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
+        # Deleted are pods of a StatefulSet that are of an older template (handover.py).
         ("", "pods"): {"list", "delete"},
         # The end of a container's log, where its last words do not tell why it ended.
         ("", "pods/log"): {"get"},

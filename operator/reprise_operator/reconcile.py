@@ -21,7 +21,7 @@ from reprise_operator.cluster import ApplyOutcome, ApplyResult, Cluster, Key
 from reprise_operator.directory import Directory
 from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Happening, Recorder, transitions
-from reprise_operator.handover import DeletePod, Scale, hand_over, unblock
+from reprise_operator.handover import DeletePod, Scale, hand_over, replace_pods
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.hostnames import Hostnames, claim_of
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
@@ -265,7 +265,7 @@ class Reconciler:
         decided = decide(replace(planned, workload=given), observed, applied=memory.applied)
         if release.workload is None:
             decided = tuple(action for action in decided if action.key != key_of(given))
-        actions = (*decided, *hand_over(planned, observed), *unblock(planned, observed))
+        actions = (*decided, *hand_over(planned, observed), *replace_pods(planned, observed))
         # What was refused and is not asked for any more, since the spec was taken back, holds nothing up.
         asked = {str(action.key) for action in actions if isinstance(action, Apply)}
         memory.refused = {child: message for child, message in memory.refused.items() if child in asked}
@@ -345,10 +345,11 @@ class Reconciler:
                 done = await self.cluster.scale(namespace, kind=key.kind, name=key.name, uid=uid, replicas=replicas)
                 note = f"Scaled {key} to {replicas}: others have taken over from its pods"
                 kind, outcome, reason = key.kind, "scaled", "HandedOver"
-            case DeletePod(name=name, uid=uid):
+            case DeletePod(name=name, uid=uid, broken=broken):
                 done = await self.cluster.delete(namespace, kind="Pod", name=name, uid=uid)
-                note = f"Deleted Pod/{name}, which is of an older template and not ready: the rollout waits for it"
-                kind, outcome, reason = "Pod", "deleted", "BrokenPodDeleted"
+                state = "not ready" if broken else "the next to be replaced"
+                note = f"Deleted Pod/{name}, which is of an older template and {state}"
+                kind, outcome, reason = "Pod", "deleted", "BrokenPodDeleted" if broken else "PodReplaced"
         if done:
             self.metrics.writes.labels(kind, outcome).inc()
             verb = "Scale" if isinstance(action, Scale) else "Delete"

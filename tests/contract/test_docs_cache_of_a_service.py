@@ -43,8 +43,9 @@ def test_the_example_does_what_the_text_says() -> None:
 
 
 def test_events_and_fields_exist() -> None:
-    for event in re.findall(r"event `([A-Za-z]+)`", TEXT):
+    (events,) = re.findall(r"events (`[A-Za-z]+`, `[A-Za-z]+`)", TEXT)
+    for event in re.findall(r"`([A-Za-z]+)`", events):
         assert f'"{event}"' in OPERATOR
     fields = set(re.findall(r"^\s+([a-z][A-Za-z]+):", CRD, re.MULTILINE))
     for field in re.findall(r"`([a-z]+[A-Z][A-Za-z]+)`", TEXT):
-        assert field in fields | {"fsGroup"}, field
+        assert field in fields | {"fsGroup", "updateStrategy"}, field

@@ -1,4 +1,4 @@
-"""One workload takes over from another, and a StatefulSet's broken pods go first: tables of what is decided."""
+"""One workload takes over from another, and a StatefulSet's pods are replaced: tables of what is decided."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.handover import DeletePod, Scale, hand_over, unblock
+from reprise_operator.handover import Scale, hand_over, replace_pods
 from reprise_operator.observed import ContainerFailure, Observed, ObservedPod
 from reprise_operator.plan import Plan
 from reprise_operator.rollout import ChildKey, Delete, decide
 from tests.operator.factories import (
-    CURRENT,
     NOW,
     RECONCILING,
     STALLED,
@@ -197,41 +196,72 @@ def test_a_missing_config_map_is_told_and_no_pod_suffers() -> None:
     assert "prompts" not in message(status_of(plan, observed(plan, pod())), "Ready")
 
 
-# Broken pods --------------------------------------------------------------------------------------------------------
+# Pods of a StatefulSet ----------------------------------------------------------------------------------------------
 
 
-def outdated(plan: Plan, **changes: Any) -> ObservedPod:
+def outdated(plan: Plan, number: int = 1, **changes: Any) -> ObservedPod:
     name = plan.workload["metadata"]["name"]
-    return replace(pod(f"{name}-1", ready=False, template=f"{name}-old"), **changes)
+    return replace(pod(f"{name}-{number}", ready=False, template=f"{name}-old"), **changes)
+
+
+def current(plan: Plan, number: int, **changes: Any) -> ObservedPod:
+    name = plan.workload["metadata"]["name"]
+    return replace(pod(f"{name}-{number}", template=f"{name}-new"), **changes)
+
+
+def replaced(plan: Plan, *pods: ObservedPod) -> list[tuple[str, bool]]:
+    """(ordinal, whether it was broken) of the pods that go now."""
+    name = plan.workload["metadata"]["name"]
+    actions = replace_pods(plan, observed(plan, *pods, template_hash=f"{name}-new"))
+    assert {action.uid for action in actions} <= {each.uid for each in pods}
+    return [(action.name.removeprefix(f"{name}-"), action.broken) for action in actions]
 
 
 @pytest.mark.parametrize(
-    ("changes", "deleted"),
+    ("changes", "goes"),
     [
-        ({"failures": (CRASH,)}, True),
-        ({"failures": (CRASH,), "started": True}, True),
-        ({}, True),
-        ({"scheduled": False}, True),
-        ({"started": True}, False),  # it serves, and is too busy for its probe
-        ({"ready": True, "started": True}, False),
-        ({"terminating": True}, False),
-        ({"template_hash": CURRENT}, False),
-        ({"template_hash": None}, False),
-        ({"template_hash": "another-old"}, False),  # a predecessor's
+        ({"failures": (CRASH,)}, [("1", True)]),
+        ({"failures": (CRASH,), "started": True}, [("1", True)]),
+        ({}, [("1", True)]),
+        ({"scheduled": False}, [("1", True)]),
+        ({"started": True}, []),  # it has served, and is too busy for its probe
+        ({"ready": True, "started": True}, [("1", False)]),
+        ({"terminating": True}, []),
+        ({"template_hash": None}, []),
+        ({"template_hash": "another-old"}, []),  # a predecessor's
     ],
 )
-def test_a_broken_pod_of_an_older_template_goes_first(changes: dict[str, Any], deleted: bool) -> None:
+def test_a_pod_of_an_older_template_goes_when_nobody_misses_it(changes: dict[str, Any], goes: Any) -> None:
     plan = volumes(2)
-    broken = outdated(plan, **changes)
-    actions = unblock(plan, observed(plan, pod(), broken))
-    assert actions == ((DeletePod(name=broken.name, uid=broken.uid),) if deleted else ())
+    assert replaced(plan, current(plan, 0), outdated(plan, **changes)) == goes
+
+
+def test_pods_that_serve_go_one_at_a_time_and_the_last_one_first() -> None:
+    plan = volumes(12)
+    serving = {"ready": True, "started": True}
+    pods = [outdated(plan, number, **serving) for number in range(12)]
+    assert replaced(plan, *pods) == [("11", False)]
+    assert replaced(plan, *pods[:11]) == [], "its successor is not made yet"
+    assert replaced(plan, *pods[:11], current(plan, 11, ready=False)) == [], "or does not serve yet"
+    assert replaced(plan, *pods[:11], replace(pods[11], terminating=True)) == []
+    assert replaced(plan, *pods[:11], current(plan, 11)) == [("10", False)]
+    assert replaced(plan, *(current(plan, number) for number in range(12))) == []
+
+
+def test_broken_pods_go_before_one_that_serves() -> None:
+    plan = volumes(3)
+    serving = outdated(plan, 2, ready=True, started=True)
+    assert replaced(plan, outdated(plan, 0, failures=(CRASH,)), outdated(plan, 1), serving) == [
+        ("0", True),
+        ("1", True),
+    ]
 
 
 def test_no_pod_goes_while_the_present_template_is_not_known() -> None:
     plan = volumes(2)
-    assert unblock(plan, observed(plan, outdated(plan), template_hash=None)) == ()
+    assert replace_pods(plan, observed(plan, outdated(plan), template_hash=None)) == ()
 
 
-def test_a_deployment_cares_for_its_own_broken_pods() -> None:
+def test_a_deployment_replaces_its_own_pods() -> None:
     plan = planned()
-    assert unblock(plan, observed(plan, pod(ready=False, template="qwen-old"))) == ()
+    assert replace_pods(plan, observed(plan, pod(ready=False, template="qwen-old"))) == ()

@@ -177,7 +177,6 @@ async def test_another_size_is_another_volume_for_each_pod_in_turn(bench: Bench)
 
 
 async def test_a_bad_template_that_is_put_right_does_not_wait_for_its_broken_pod(bench: Bench) -> None:
-    """A StatefulSet replaces no pod while another one is not available, its own broken one included."""
     good = volumes(replicas=2)
     bench.apply(good)
     await serve(bench, "StatefulSet", 2)
@@ -270,3 +269,23 @@ async def test_a_config_map_that_is_not_there_is_told(bench: Bench) -> None:
     bench.kubectl.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"k": "hi"}})
     await bench.settle()
     assert "ConfigMap" not in bench.condition("Ready")[2]
+
+
+async def test_a_broken_pod_is_replaced_before_one_that_serves(bench: Bench) -> None:
+    bench.apply(volumes(replicas=2))
+    await serve(bench, "StatefulSet", 2)
+    (first,) = [pod for pod in bench.pods() if pod["metadata"]["name"].endswith("-0")]
+    (serving,) = [pod for pod in bench.pods() if pod["metadata"]["name"].endswith("-1")]
+    crash(bench, first)
+    await until(bench, lambda: bench.condition("Ready")[0] == "False", "the crash is seen")
+    bench.apply(volumes(replicas=2, runtime={"extraArgs": ["--seed=7"]}))
+
+    def uids() -> set[str]:
+        return {pod["metadata"]["uid"] for pod in bench.pods()}
+
+    await until(bench, lambda: first["metadata"]["uid"] not in uids(), "the broken pod is replaced")
+    for _ in range(8):
+        await bench.writes()
+        await asyncio.sleep(0.2)
+    assert serving["metadata"]["uid"] in uids(), "the one that serves went before another one did"
+    await serve(bench, "StatefulSet", 2)

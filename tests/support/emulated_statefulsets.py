@@ -1,4 +1,4 @@
-"""What the StatefulSet controller decides, for podManagementPolicy Parallel and RollingUpdate: pure functions.
+"""What the StatefulSet controller decides, for podManagementPolicy Parallel: pure functions.
 
 Like the real one: pods by ordinal with a claim each for every volumeClaimTemplate, scaled from the end; a rolling
 update from the last ordinal to the first that replaces one pod at a time and waits while any pod is not available;
@@ -46,7 +46,7 @@ def next_step(stateful: Json, pods: list[Json], claims: set[str], *, owner: Json
         elif pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
             step.doomed.append(pod)
     step.doomed.extend(pod for ordinal, pod in by_ordinal.items() if ordinal >= wanted and not _is_ending(pod))
-    if step.pods or step.doomed:
+    if step.pods or step.doomed or stateful["spec"].get("updateStrategy", {}).get("type") == "OnDelete":
         return step
     if any(_is_ending(pod) or not ready_since(pod) for pod in pods):
         return step  # one at a time, whatever template the one that is missing is of

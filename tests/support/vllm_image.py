@@ -25,6 +25,8 @@ def vllm_images() -> Mapping[str, Image]:
         "LD_PRELOAD": ":".join(str(path) for path in preloaded),
         # Its memory is all of the machine's, where this node gives no limits.
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        # The pod's own /tmp is a long path on this node, and that of a socket may have 107 characters.
+        "VLLM_RPC_BASE_PATH": "/tmp",
         "HF_HUB_OFFLINE": "1",
         "HOME": os.environ.get("HOME", "/tmp"),
         "LANG": "C.UTF-8",

@@ -71,7 +71,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [""]
   resources: [services, configmaps]
   verbs: [get, list, watch, create, patch, delete]
-# Deleted are broken pods of an older template that would hold up a StatefulSet's rollout.
+# Deleted are pods of a StatefulSet that are of an older template: the operator says which one goes first.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]

@@ -1,5 +1,8 @@
 """The StatefulSet of engine pods that have a volume each. Pure.
 
+Which pod is replaced when is the operator's to say (handover.py): a StatefulSet's own rolling update takes the last pod
+first, also where it is the one that serves and another one is broken.
+
 A StatefulSet's volumeClaimTemplates can never change. So its name ends in a hash of them: another size or class is
 another StatefulSet, which takes over from the one before pod by pod (handover.py), and serving pods are not dropped for
 a volume. The claims hold a cache, from which prompts can be guessed: they are deleted with their StatefulSet, and
@@ -54,7 +57,7 @@ def build_stateful_set(
                 "selector": {"matchLabels": selector_labels(identity)},
                 # No pod waits for another one: they know nothing of each other.
                 "podManagementPolicy": "Parallel",
-                "updateStrategy": {"type": "RollingUpdate"},
+                "updateStrategy": {"type": "OnDelete"},
                 "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"},
                 "revisionHistoryLimit": 3,
                 "template": build_pod_template(service, settings, memory),
