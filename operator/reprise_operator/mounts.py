@@ -69,7 +69,8 @@ class MountReader:
 
 def mount_failure(events: Sequence[Body]) -> ContainerFailure | None:
     """The newest of a pod's events, if it says that a volume cannot be mounted: once it is, another one follows."""
-    newest = max(events, key=_moment, default=None)
+    # Within one second, which is as fine as most events tell the time, the failure is what counts.
+    newest = max(events, key=lambda event: (_moment(event), event.get("reason") in _FAILURES), default=None)
     if newest is None or newest.get("reason") not in _FAILURES:
         return None
     return ContainerFailure(container="", reason="FailedMount", message=str(newest.get("message") or ""))

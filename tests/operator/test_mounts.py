@@ -39,6 +39,7 @@ PULLING = event("Pulling", "2026-01-01T00:03:00Z")
         ([], None),
         ([SCHEDULED], None),
         ([FAILED, SCHEDULED], REFUSED),
+        ([event("Scheduled", "2026-01-01T00:02:00Z"), FAILED], REFUSED),  # within one second
         ([SCHEDULED, FAILED, PULLING], None),
         ([PULLING, event("FailedMount", "", series={"lastObservedTime": "2026-01-01T00:04:00.5Z"})], REFUSED),
         ([event("FailedAttachVolume", "2026-01-01T00:02:00Z", "Multi-Attach error")], "Multi-Attach error"),
