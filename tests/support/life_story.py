@@ -27,10 +27,17 @@ CHAPTERS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("scaled", {"autoscaling": {"minReplicas": 1, "maxReplicas": 3, "provider": "hpa"}}),
     ("eventful", {"autoscaling": {"minReplicas": 1, "maxReplicas": 3, "provider": "keda"}}),
     ("persistent", {"prefixCaching": {"persistence": {"size": "1Gi"}}}),
-    ("warmed", {"prefixCaching": {"warmup": {"configMapKeyRef": {"name": "prompts", "key": "prompts.txt"}}}}),
+    ("warmed", {"prefixCaching": {"warmup": {"prompts": ["You are"]}}}),
     (
         "routed",
-        {"gateway": {"parentRefs": [{"name": "gate"}], "hostnames": ["qwen.example"], "inferencePool": True}},
+        {
+            "gateway": {
+                "parentRefs": [{"name": "gate"}],
+                "hostnames": ["qwen.example"],
+                "inferencePool": True,
+                "endpointPicker": {"name": "picker"},
+            }
+        },
     ),
     ("fetched", {"model": {"uri": "hf://org/name@main"}}),
 )
