@@ -14,7 +14,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -124,6 +124,12 @@ class OptionalKinds:
     def held_by(self, owner_uid: str) -> frozenset[ResourceType]:
         """The kinds of which the owner had an object at the last poll."""
         return frozenset(kind for kind, poll in self._polls.items() if owner_uid in poll.owners)
+
+    def applied(self, kind: ResourceType, body: Mapping[str, Any]) -> None:
+        """An object of ours was written: should it be gone by the next poll, that is news."""
+        poll = self._polls.get(kind)
+        if poll is not None and poll.presence is Presence.SERVED:
+            self._polls[kind] = replace(poll, traces=MappingProxyType({**poll.traces, **traces([body])}))
 
     def look_again(self) -> None:
         """Polls at once: an object of a kind that was there could not be applied, as if the kind had gone."""

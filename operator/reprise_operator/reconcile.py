@@ -315,6 +315,9 @@ class Reconciler:
         assert result.body is not None
         before = memory.applied.get(action.key)
         memory.applied[action.key] = record = applied(action.manifest, result.body)
+        for kind in OPTIONAL_TYPES:
+            if kind.kind == action.key.kind:
+                self.kinds.applied(kind, result.body)
         if result.outcome is ApplyOutcome.UNCHANGED:
             return
         self.metrics.writes.labels(action.key.kind, result.outcome.value).inc()

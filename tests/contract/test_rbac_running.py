@@ -40,6 +40,17 @@ RARELY: Mapping[Verb, str] = {
         for verb in verbs
     },
     (("", "events"), "patch"): "an event that repeats is counted a minute later",
+    (("", "events"), "list"): "of a pod that a node cannot give its volumes, and there is no node",
+    (("", "pods"), "delete"): "a StatefulSet's pods of an older template, when the others serve",
+    (("", "pods/log"), "get"): "of a container that has ended",
+    **{
+        (("batch", "jobs"), verb): "a change is checked before the last pod that serves is taken for it"
+        for verb in ("get", "create", "delete")
+    },
+    **{
+        (("apps", kind), "delete"): "a workload that another has taken over from"
+        for kind in ("deployments", "statefulsets")
+    },
 }
 """What a story of a minute does not come to, and why it is needed all the same."""
 

@@ -189,3 +189,14 @@ async def test_in_doubt_it_polls_at_once() -> None:
         known.look_again()
         assert await asked.get() == {HTTP_ROUTES}
         assert known.available == frozenset()
+
+
+async def test_what_was_applied_and_is_gone_at_the_next_poll_is_news() -> None:
+    answers = Answers({HTTP_ROUTES: []})
+    polled = kinds(answers)
+    await polled.poll()
+    polled.applied(HTTP_ROUTES, route())
+    assert await polled.poll() == (frozenset(), {QWEN})
+    polled.applied(HTTP_ROUTES, route())
+    answers.answers[HTTP_ROUTES] = [route()]
+    assert await polled.poll() == (frozenset(), frozenset()), "as it was applied"
