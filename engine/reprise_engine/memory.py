@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reprise_engine.config import CacheConfig
-from reprise_engine.errors import InsufficientMemory
+from reprise_engine.errors import InsufficientMemory, OutOfMemory
+from reprise_engine.out_of_memory import Phase
 
 _MIB = 1024**2
 _GIB = 1024**3
@@ -82,8 +83,8 @@ def plan_kv_blocks(
     max_num_seqs: int,
 ) -> KVPlan:
     """Chooses the number of blocks. Raises InsufficientMemory, with advice, when not one sequence of `max_model_len`
-    fits, or the host tier does not. Where --num-gpu-blocks-override is given and --max-model-len is not, the length
-    follows the pool instead.
+    fits, or the host tier does not; OutOfMemory when an NPU has less free than the share that is asked for.
+    Where --num-gpu-blocks-override is given and --max-model-len is not, the length follows the pool instead.
     """
     lines = [f"KV cache on {facts.device}:"]
     if cache.num_gpu_blocks_override is not None:
@@ -140,22 +141,25 @@ def _available(facts: MemoryFacts, shape: BlockShape, utilization: float, max_mo
         _line("= available for KV", _size(available)),
     ]
     if facts.device == "npu" and facts.free < budget:
-        raise InsufficientMemory(
-            f"--gpu-memory-utilization is {utilization:.2f}, which asks for {_size(budget)} of the NPU's "
-            f"{_size(total)}, but only {_size(facts.free)} are free. {_lower_utilization(facts, shape, max_model_len)}"
+        phase, advice = _lower_utilization(facts, shape, max_model_len)
+        raise OutOfMemory(
+            f"memory=npu phase={phase}: --gpu-memory-utilization is {utilization:.2f}, which asks for {_size(budget)} "
+            f"of the NPU's {_size(total)}, but only {_size(facts.free)} are free. {advice}"
         )
     return available
 
 
-def _lower_utilization(facts: MemoryFacts, shape: BlockShape, max_model_len: int) -> str:
-    """What helps where others hold so much of the NPU that the share asked for is not free."""
+def _lower_utilization(facts: MemoryFacts, shape: BlockShape, max_model_len: int) -> tuple[Phase, str]:
+    """What helps where others hold so much of the NPU that the share asked for is not free, and whether a smaller share
+    would, as `out_of_memory.Phase` tells it."""
     utilization = _floor2(facts.free / facts.total)
     kv_bytes = int(facts.total * utilization) - facts.weights - facts.process - facts.activations
     tokens = max(0, kv_bytes) // shape.bytes_per_block * shape.block_size
     if tokens == 0:
-        return "What is free does not hold this model: end the process that uses the device, or serve a smaller model."
+        instead = "end the process that uses the device, or serve a smaller model."
+        return Phase.WEIGHTS, f"What is free does not hold this model: {instead}"
     also = "" if tokens >= max_model_len else f" and --max-model-len to {tokens} (at most)"
-    return f"Lower it to {utilization:.2f}{also}, or end the process that uses the device."
+    return Phase.KV_CACHE, f"Lower it to {utilization:.2f}{also}, or end the process that uses the device."
 
 
 def _share_of_machine(

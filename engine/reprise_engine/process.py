@@ -42,6 +42,7 @@ from reprise_engine.messages import (
     Unpinned,
 )
 from reprise_engine.models.readahead import read_ahead
+from reprise_engine.out_of_memory import Phase, as_out_of_memory
 from reprise_engine.request import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,8 @@ def serve(connection: Connection) -> int:
         return 1
     except (Exception, MemoryError) as error:
         logger.exception("the engine process failed while starting")
-        send(StartupFailed(RepriseError(f"{type(error).__name__}: {error}")))
+        out_of_memory = as_out_of_memory(error, Phase.START)
+        send(StartupFailed(out_of_memory or RepriseError(f"{type(error).__name__}: {error}")))
         return 1
     send(Ready(resolved))
     try:
@@ -158,7 +160,8 @@ def serve(connection: Connection) -> int:
         return 0  # the API process is gone; nobody is left to tell
     except Exception as error:
         logger.exception("the engine process cannot go on")
-        send(Died(message=f"{type(error).__name__}: {error}", details=traceback.format_exc()))
+        cause = as_out_of_memory(error, Phase.RUNNING)
+        send(Died(message=f"{type(error).__name__}: {error}", details=traceback.format_exc(), cause=cause))
         return 1
     finally:
         core.close()

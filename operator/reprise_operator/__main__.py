@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from kubernetes.aio.config.config_exception import ConfigException
 
 from reprise_operator.leader import LeadershipLost
-from reprise_operator.options import configure_logging, parse_options
+from reprise_operator.logs import configure_logging
+from reprise_operator.options import parse_options
 from reprise_operator.process import serve
 
 logger = logging.getLogger("reprise_operator")
@@ -20,7 +21,7 @@ logger = logging.getLogger("reprise_operator")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 after a signal, 1 when the operator had to give up (the kubelet starts it again), 2 on bad flags."""
     options = parse_options(sys.argv[1:] if arguments is None else arguments, os.environ)
-    configure_logging(options)
+    configure_logging(log_format=options.log_format, level=options.log_level)
     try:
         asyncio.run(serve(options))
     except ConfigException as error:

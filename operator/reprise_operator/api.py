@@ -16,9 +16,9 @@ import contextlib
 import enum
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
@@ -26,9 +26,11 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
-from reprise_operator.kinds import PERMISSIONS, ResourceType
+from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
+from reprise_operator.recall import memo_for, written
 
 Body = Mapping[str, Any]
+Answer = TypeVar("Answer")
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 PAGE_SIZE = 500
@@ -117,17 +119,35 @@ class Api:
     async def get(
         self, resource: ResourceType, namespace: str, name: str, *, accept: str = "application/json"
     ) -> Body | None:
+        memo, asked = memo_for(resource, by_name=True), ("get", resource.plural, namespace, name, accept)
+        if memo is not None and asked in memo:
+            known: Body | None = memo[asked]
+            return known
+        answer: Body | None = None
         try:
-            return await self.request("get", resource, namespace, name, header_params={"Accept": accept})
+            answer = await self.request("get", resource, namespace, name, header_params={"Accept": accept})
         except ClusterError as error:
-            if error.fault is Fault.NOT_FOUND:
-                return None
-            raise
+            if error.fault is not Fault.NOT_FOUND:
+                raise
+        if memo is not None:
+            memo[asked] = answer
+        return answer
 
     async def list(
-        self, resource: ResourceType, namespace: str | None, selector: Mapping[str, str] | None = None
+        self,
+        resource: ResourceType,
+        namespace: str | None,
+        selector: Mapping[str, str] | None = None,
+        *,
+        accept: str = "application/json",
+        fields: Mapping[str, str] | None = None,
     ) -> tuple[Body, ...]:
+        field_selector = ",".join(f"{path}={value}" for path, value in sorted((fields or {}).items())) or None
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
+        memo, asked = memo_for(resource), ("list", resource.plural, namespace, label_selector, accept)
+        if memo is not None and asked in memo:
+            known: tuple[Body, ...] = memo[asked]
+            return known
         items: list[Body] = []
         continuation: str | None = None
         while True:
@@ -137,8 +157,10 @@ class Api:
                     resource,
                     namespace,
                     label_selector=label_selector,
+                    field_selector=field_selector,
                     limit=PAGE_SIZE,
                     _continue=continuation,
+                    header_params={"Accept": accept},
                 )
             except ClusterError as error:
                 if error.fault is Fault.GONE and continuation is not None:
@@ -150,7 +172,10 @@ class Api:
             items.extend({**identity, **item} for item in page.get("items") or ())
             continuation = page["metadata"].get("continue") or None
             if continuation is None:
-                return tuple(items)
+                break
+        if memo is not None:
+            memo[asked] = tuple(items)
+        return tuple(items)
 
     async def request(
         self,
@@ -162,10 +187,50 @@ class Api:
         subresource: str | None = None,
         **parameters: Any,
     ) -> Body:
+        async def body(response: aiohttp.ClientResponse) -> Body:
+            answer: Body = await response.json()
+            return answer
+
+        return await self._send(verb, resource, namespace, name, subresource, body, parameters)
+
+    async def tail(
+        self,
+        resource: ResourceType,
+        namespace: str,
+        name: str,
+        *,
+        subresource: str,
+        query: Mapping[str, str],
+        limit: int,
+    ) -> str:
+        """The last `limit` bytes of an answer that is text; no more than that is held at a time."""
+
+        async def end(response: aiohttp.ClientResponse) -> str:
+            kept = b""
+            async for chunk in response.content.iter_chunked(64 * 1024):
+                kept = (kept + chunk)[-limit:]
+            return kept.decode("utf-8", errors="replace")
+
+        parameters = {"query_params": list(query.items()), "header_params": {"Accept": "text/plain, */*"}}
+        return await self._send("get", resource, namespace, name, subresource, end, parameters)
+
+    async def _send(
+        self,
+        verb: str,
+        resource: ResourceType,
+        namespace: str | None,
+        name: str | None,
+        subresource: str | None,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
+        parameters: Mapping[str, Any],
+    ) -> Answer:
         asked = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
-        assert verb in PERMISSIONS[resource.group, asked], f"kinds.PERMISSIONS lacks {verb} on {asked}"
+        allowed = {**NODE_PERMISSIONS, **PERMISSIONS}[resource.group, asked]
+        assert verb in allowed, f"kinds.PERMISSIONS lacks {verb} on {asked}"
         method = {"list": "get", "create": "post"}.get(verb, verb)
         outcome = "ok"
+        if verb not in ("get", "list"):
+            written()
         try:
             response = await self._dynamic.request(
                 method,
@@ -174,7 +239,7 @@ class Api:
                 _request_timeout=self._timeout,
                 **parameters,
             )
-            body: Body = await response.json()
+            return await read(response)
         except DynamicApiError as error:
             fault = _cluster_error(error)
             outcome = fault.fault.name.lower()
@@ -186,4 +251,3 @@ class Api:
         finally:
             if self._on_request is not None:
                 self._on_request(verb, resource, outcome)
-        return body

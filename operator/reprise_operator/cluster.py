@@ -7,29 +7,42 @@ Reads return plain bodies or the types of observed.py; writes return what became
 from __future__ import annotations
 
 import asyncio
+import base64
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reprise_operator.api import Api, Body, ClusterError, Fault
 from reprise_operator.kinds import (
+    ALL_CHILD_TYPES,
     CHILD_TYPES,
     CLAIMS,
+    CONFIG_MAPS,
     EVENTS,
     INFERENCE_SERVICES,
+    JOBS,
+    NODES,
+    OPTIONAL_TYPES,
     PODS,
     REPLICA_SETS,
     SECRETS,
     ResourceType,
 )
+from reprise_operator.naming import MANAGED_BY
 from reprise_operator.observed import ObservedChild
+from reprise_operator.references import ReferenceKind
 from reprise_operator.settings import FIELD_MANAGER
 
 RESET_MANAGER = f"{FIELD_MANAGER}-reset"
+REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
+# Of a log. The API server's own limitBytes would keep the beginning, so the end is kept here.
+LOG_LINES = 1000
+LOG_BYTES = 64 * 1024
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +89,32 @@ class Cluster:
     async def list_services(self, namespace: str | None) -> tuple[Body, ...]:
         return await self._api.list(INFERENCE_SERVICES, namespace)
 
+    async def list_marked(self, resource: ResourceType, namespace: str | None) -> tuple[Body, ...]:
+        """The objects of a kind that carry our label, metadata only. Raises ClusterError with NOT_FOUND when there is
+        no such kind."""
+        return await self._api.list(resource, namespace, MANAGED_BY, accept=METADATA_LIST)
+
     async def children(
-        self, namespace: str, *, owner_uid: str, selector: Mapping[str, str], planned: Sequence[tuple[str, str]]
+        self,
+        namespace: str,
+        *,
+        owner_uid: str,
+        selector: Mapping[str, str],
+        planned: Sequence[tuple[str, str]],
+        optional: Collection[ResourceType] = (),
     ) -> tuple[ObservedChild, ...]:
         """The objects under one of the `planned` names, given as (kind, name), or with our selector's labels and our
         owner UID. A planned name that the listing lacks is asked for by itself: it may belong to somebody else, or
-        have lost its labels."""
+        have lost its labels. Of the optional kinds only those in `optional` are looked at."""
+        kinds = (*CHILD_TYPES, *(kind for kind in OPTIONAL_TYPES if kind in optional))
         found: dict[tuple[str, str], ObservedChild] = {}
-        listings = await _gather(*(self._api.list(kind, namespace, selector) for kind in CHILD_TYPES))
-        for resource, bodies in zip(CHILD_TYPES, listings, strict=True):
+        listings = await _gather(*(self._list_children(kind, namespace, selector) for kind in kinds))
+        for resource, bodies in zip(kinds, listings, strict=True):
             for body in bodies:
                 child = _observed_child(resource, body, owner_uid)
                 if child.owned or (child.kind, child.name) in planned:
                     found[child.kind, child.name] = child
-        by_kind = {resource.kind: resource for resource in CHILD_TYPES}
+        by_kind = {resource.kind: resource for resource in kinds}
         missing = [(by_kind[kind], name) for kind, name in planned if (kind, name) not in found]
         for (resource, name), present in zip(
             missing, await _gather(*(self._api.get(kind, namespace, name) for kind, name in missing)), strict=True
@@ -98,17 +123,72 @@ class Cluster:
                 found[resource.kind, name] = _observed_child(resource, present, owner_uid)
         return tuple(found[name] for name in sorted(found))
 
+    async def _list_children(
+        self, resource: ResourceType, namespace: str, selector: Mapping[str, str]
+    ) -> tuple[Body, ...]:
+        try:
+            return await self._api.list(resource, namespace, selector)
+        except ClusterError as error:
+            if error.fault is Fault.NOT_FOUND and resource in OPTIONAL_TYPES:
+                return ()  # its CRD was deleted since the last poll
+            raise
+
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(PODS, namespace, selector)
 
+    async def log_tail(
+        self, namespace: str, pod: str, container: str, *, previous: bool = True, limit: int = LOG_BYTES
+    ) -> str:
+        """The last `limit` bytes of the log of a container's previous or present run."""
+        query = {"container": container, "previous": str(previous).lower(), "tailLines": str(LOG_LINES)}
+        return await self._api.tail(PODS, namespace, pod, subresource="log", query=query, limit=limit)
+
+    async def pod_log(
+        self, namespace: str, pod: str, container: str, *, previous: bool, limit: int = LOG_BYTES
+    ) -> str | None:
+        """The same; None where there is none, or it may not be read, or its node does not answer."""
+        try:
+            return await self.log_tail(namespace, pod, container, previous=previous, limit=limit)
+        except ClusterError:
+            return None
+
+    async def job(self, namespace: str, name: str) -> Body | None:
+        return await self._api.get(JOBS, namespace, name)
+
+    async def nodes_and_pods(self) -> tuple[tuple[Body, ...], tuple[Body, ...]] | None:
+        """All nodes, and the pods of all namespaces; None where they may not be read."""
+        try:
+            nodes, pods = await _gather(self._api.list(NODES, None), self._api.list(PODS, None))
+        except ClusterError as error:
+            if error.fault is Fault.FORBIDDEN:
+                return None
+            raise
+        return nodes, pods
+
+    async def pod_events(self, namespace: str, uid: str) -> tuple[Body, ...]:
+        """The events about one pod."""
+        return await self._api.list(EVENTS, namespace, fields={"involvedObject.uid": uid})
+
     async def replica_sets(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
         return await self._api.list(REPLICA_SETS, namespace, selector)
+
+    async def contents(self, kind: ReferenceKind, namespace: str, name: str) -> Mapping[str, bytes] | None:
+        """The entries of a Secret or ConfigMap; None when there is no such object."""
+        body = await self._api.get(SECRETS if kind == "Secret" else CONFIG_MAPS, namespace, name)
+        if body is None:
+            return None
+        entries = {key: str(value).encode() for key, value in (body.get("data") or {}).items()}
+        encoded = entries if kind == "Secret" else (body.get("binaryData") or {})
+        return {**entries, **{key: base64.b64decode(value) for key, value in encoded.items()}}
 
     async def missing_secrets(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         return await self._missing(SECRETS, namespace, names)
 
     async def missing_claims(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         return await self._missing(CLAIMS, namespace, names)
+
+    async def missing_config_maps(self, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
+        return await self._missing(CONFIG_MAPS, namespace, names)
 
     async def _missing(self, resource: ResourceType, namespace: str, names: Sequence[str]) -> tuple[str, ...]:
         present = await _gather(*(self._exists(resource, namespace, name) for name in names))
@@ -125,19 +205,24 @@ class Cluster:
 
     # Writes ---------------------------------------------------------------------------------------------------------
 
-    async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+    async def apply(
+        self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
+    ) -> ApplyResult:
         """Applies a child on the server side.
 
         `present` is the object as just read, and it must be ours; None when there was none. An absent one is created
         without force, so a field that somebody else set in the meantime is a CONFLICT rather than ours. A present one
         is applied with its UID, so an object that was replaced in the meantime is a CONFLICT too, and with force: the
         fields of the manifest are ours, and an edit of one of them by somebody else ends here (see also `_reset`).
+        `hand_over` is the number of pods of `present`, where the manifest leaves it out and it is not to be lost.
         """
         try:
+            if present is not None and hand_over is not None:
+                present = await self._hand_over(present, manifest["metadata"]["namespace"], hand_over)
             try:
                 answer = await self._apply(manifest, present)
             except ClusterError as error:
-                if present is None or error.status != 422:
+                if present is None or error.status != 422 or "spec" not in manifest:
                     raise
                 await self._reset(manifest, present, error)
                 answer = await self._apply(manifest, present)
@@ -196,9 +281,53 @@ class Cluster:
         others = [entry for entry in answer["metadata"]["managedFields"] if entry["manager"] != RESET_MANAGER]
         await patch({"metadata": {"managedFields": others}}, answer["metadata"]["resourceVersion"])
 
+    async def _hand_over(self, workload: ObservedChild, namespace: str, replicas: int) -> ObservedChild:
+        """Lets another field manager of ours apply the number of pods that `workload` has; the workload after it.
+
+        A CONFLICT when it has changed since it was read: an autoscaler may have written another number.
+        """
+        metadata = workload.body["metadata"]
+        body = {
+            "apiVersion": workload.api_version,
+            "kind": workload.kind,
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")},
+            "spec": {"replicas": replicas},
+        }
+        answer = await self._api.request(
+            "patch",
+            _resource_type(body),
+            namespace,
+            workload.name,
+            body=body,
+            content_type=APPLY_PATCH,
+            field_manager=REPLICAS_MANAGER,
+            force_conflicts="false",
+        )
+        return replace(workload, body=answer)
+
+    async def scale(self, namespace: str, *, kind: str, name: str, uid: str, replicas: int) -> bool:
+        """Sets the replicas of a workload if it is still this very object. False when it was gone or another one."""
+        change = {"metadata": {"uid": uid}, "spec": {"replicas": replicas}}
+        resource = next(resource for resource in ALL_CHILD_TYPES if resource.kind == kind)
+        try:
+            await self._api.request(
+                "patch",
+                resource,
+                namespace,
+                name,
+                body=change,
+                content_type=MERGE_PATCH,
+                field_manager=FIELD_MANAGER,
+            )
+        except ClusterError as error:
+            if error.fault in (Fault.NOT_FOUND, Fault.CONFLICT):
+                return False
+            raise
+        return True
+
     async def delete(self, namespace: str, *, kind: str, name: str, uid: str) -> bool:
-        """Deletes a child if it is still this very object. False when it was gone or another one already."""
-        resource = next(resource for resource in CHILD_TYPES if resource.kind == kind)
+        """Deletes a child or a pod if it is still this very object. False when it was gone or another one already."""
+        resource = next(resource for resource in (*ALL_CHILD_TYPES, PODS) if resource.kind == kind)
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -212,6 +341,29 @@ class Cluster:
                 return False
             raise
         return True
+
+    async def create_job(self, manifest: Body) -> ApplyResult:
+        """Creates a Job. CONFLICT: there is one of its name already."""
+        try:
+            answer = await self._api.request(
+                "create", JOBS, manifest["metadata"]["namespace"], body=manifest, field_manager=FIELD_MANAGER
+            )
+        except ClusterError as error:
+            if error.fault is Fault.CONFLICT:
+                return ApplyResult(outcome=ApplyOutcome.CONFLICT, message=error.message)
+            if error.fault in (Fault.INVALID, Fault.FORBIDDEN, Fault.NOT_FOUND):
+                return ApplyResult(outcome=ApplyOutcome.REFUSED, message=error.message)
+            raise
+        return ApplyResult(outcome=ApplyOutcome.CREATED, body=answer)
+
+    async def delete_job(self, namespace: str, name: str) -> None:
+        """Deletes a Job with its pods, if there is one."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        try:
+            await self._api.request("delete", JOBS, namespace, name, body=options)
+        except ClusterError as error:
+            if error.fault is not Fault.NOT_FOUND:
+                raise
 
     async def patch_status(self, service: Body, status: Body) -> Body | None:
         """Makes the status of `service` (as just read) equal to `status`.
@@ -268,7 +420,7 @@ def merge_difference(present: Body, wanted: Body) -> dict[str, Any]:
 
 
 def _resource_type(manifest: Body) -> ResourceType:
-    for resource in CHILD_TYPES:
+    for resource in ALL_CHILD_TYPES:
         if (resource.api_version, resource.kind) == (manifest["apiVersion"], manifest["kind"]):
             return resource
     raise ValueError(f"no child type is declared for {manifest['apiVersion']} {manifest['kind']}")

@@ -15,6 +15,11 @@ RECONCILING = "Reconciling"
 STALLED = "Stalled"
 PREFIX_CACHE_EFFECTIVE = "PrefixCacheEffective"
 MEMORY_TUNED = "MemoryTuned"
+AUTOSCALING_ACTIVE = "AutoscalingActive"
+GATEWAY_READY = "GatewayReady"
+MONITORED = "Monitored"
+AS_SPECIFIED = "AsSpecified"
+REFERENCES_RESOLVED = "ReferencesResolved"
 
 MAX_MESSAGE = 1024
 """Characters; the schema allows 32,768, but a condition is read in a terminal."""
@@ -33,6 +38,16 @@ class Condition:
 def timestamp(seconds: float) -> str:
     """Unix seconds → the RFC 3339 form Kubernetes writes."""
     return datetime.fromtimestamp(int(seconds), tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds_of(timestamp: object) -> float | None:
+    """The other way round; None for what is no such time."""
+    if not isinstance(timestamp, str):
+        return None
+    try:
+        return datetime.fromisoformat(timestamp).timestamp()
+    except ValueError:
+        return None
 
 
 def merge(

@@ -1,7 +1,8 @@
 """(Plan, Observed, now) → how the service is doing, as one Diagnosis. Pure.
 
 The questions are asked in order, and the first answer counts:
-taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → progress.
+taken names, refused applies → applied at all? → every pod of the present template ready? → what stops them → a host
+name that is an older service's → progress.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from reprise_operator.children.deployment import progress_deadline_seconds
+from reprise_operator.children.fetch import FETCH_CONTAINER
 from reprise_operator.children.pod import CONTAINER
+from reprise_operator.kinds import SCALED_OBJECTS
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
+from reprise_operator.out_of_memory import Shortage, shortage
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.references import unresolved
+from reprise_operator.replicas import unplanned_autoscalers, wanted_replicas
 from reprise_operator.rollout import conflicts, find_child, key_of
+from reprise_operator.workloads import WorkloadCounts, counts, predecessors, total, workload_of, workloads
 
 UNSCHEDULABLE_SECONDS = 600.0
 """A pod without a node for so long needs a person: until then a cluster autoscaler or a finished job may help."""
@@ -39,34 +47,8 @@ class Diagnosis:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentCounts:
-    """Figures of a Deployment's status; all 0 while there is none."""
-
-    replicas: int = 0
-    updated: int = 0
-    ready: int = 0
-    available: int = 0
-    seen: bool = False
-    """Whether they are about the Deployment's present generation."""
-
-
-def counts(deployment: ObservedChild | None) -> DeploymentCounts:
-    """Read them from the observed Deployment."""
-    if deployment is None:
-        return DeploymentCounts()
-    status = deployment.status
-    return DeploymentCounts(
-        replicas=int(status.get("replicas", 0)),
-        updated=int(status.get("updatedReplicas", 0)),
-        ready=int(status.get("readyReplicas", 0)),
-        available=int(status.get("availableReplicas", 0)),
-        seen=int(status.get("observedGeneration", 0)) >= deployment.generation,
-    )
-
-
-def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
-    """How the service is doing now."""
+def diagnose(plan: Plan, observed: Observed, *, now: float, held: Diagnosis | None = None) -> Diagnosis:
+    """How the service is doing now. `held`: why the present spec's template is not given to the workload (yet)."""
     taken = conflicts(plan, observed)
     if taken:
         return _stalled("NameTaken", " ".join(conflict.message for conflict in taken))
@@ -77,19 +59,38 @@ def diagnose(plan: Plan, observed: Observed, *, now: float) -> Diagnosis:
     ]
     if refused:
         return _stalled("ApplyRefused", f"The API server refused {'; '.join(refused)}")
-    deployment = find_child(observed, key_of(plan.deployment))
-    if _is_ready(plan, observed, deployment):
-        return _ready(plan)
-    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(deployment)
+    if held is not None:
+        return held
+    workload = workload_of(plan, observed)
+    hostname = _hostname_taken(plan)
+    if hostname is None and _is_ready(plan, observed, workload):
+        return _ready(plan, observed, workload)
+    failure = _missing_objects(plan, observed) or _failure_of_pods(plan, observed) or _failure_of(workload)
     if failure is not None:
         return failure
-    waiting = _unschedulable(observed, counts(deployment), now) or _first_crash(observed)
-    deadline = _deadline(deployment)
+    if hostname is not None:
+        return hostname
+    waiting = _unschedulable(observed, total(workloads(observed), workload), now) or _first_crash(observed)
+    if _has_enough(plan, observed, workload):
+        return _growing(plan, workload, waiting)
+    deadline = _deadline(plan, observed, workload, now)
     if waiting is not None:
         return Diagnosis(state=State.STALLED, reason=waiting.reason, message=waiting.message) if deadline else waiting
     if deadline is not None:
         return _stalled("ProgressDeadlineExceeded", deadline)
-    return _progress(plan, observed, deployment)
+    return _progress(plan, observed, workload)
+
+
+def why_not_ready(plan: Plan, observed: Observed, *, now: float) -> Diagnosis | None:
+    """What stops the pods of the present template; None where nothing is seen to."""
+    workload = workload_of(plan, observed)
+    return (
+        _missing_objects(plan, observed)
+        or _failure_of_pods(plan, observed)
+        or _failure_of(workload)
+        or _unschedulable(observed, total(workloads(observed), workload), now)
+        or _first_crash(observed)
+    )
 
 
 def current_pods(observed: Observed) -> tuple[ObservedPod, ...]:
@@ -110,22 +111,58 @@ def _is_applied(manifest: Manifest, child: ObservedChild | None) -> bool:
     return bool(annotations.get(PLAN_HASH_ANNOTATION) == manifest["metadata"]["annotations"][PLAN_HASH_ANNOTATION])
 
 
-def _is_ready(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> bool:
-    applied = (_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
-    if not all(applied):
+def _is_ready(plan: Plan, observed: Observed, workload: ObservedChild | None) -> bool:
+    figures = counts(workload)
+    wanted = wanted_replicas(plan, workload)
+    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count. The
+    # figures are its controller's and may lag behind; the pods are asked too.
+    ready = sum(pod.ready and not pod.failures for pod in current_pods(observed))
+    settled = figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+    return _all_applied(plan, observed) and not predecessors(plan, observed) and settled and ready >= wanted
+
+
+def _all_applied(plan: Plan, observed: Observed) -> bool:
+    return all(_is_applied(manifest, find_child(observed, key_of(manifest))) for manifest in plan.children)
+
+
+def _has_enough(plan: Plan, observed: Observed, workload: ObservedChild | None) -> bool:
+    """Whether an autoscaled service has all pods that it must have. More are a matter of load, and take minutes to
+    start: a service is not out of order for it, nor because no node has room for a peak."""
+    asked, figures = plan.service.spec.autoscaling, counts(workload)
+    if asked is None or not plan.autoscaled or not _all_applied(plan, observed) or not figures.seen:
         return False
-    figures = counts(deployment)
-    wanted = plan.replicas
-    # No pod of an older template may be left, and every one of the present must be ready: old ones do not count.
-    return figures.seen and figures.replicas == figures.updated == figures.ready == figures.available == wanted
+    if predecessors(plan, observed):
+        return False
+    return figures.replicas == figures.updated and figures.available >= max(asked.min_replicas, 1)
 
 
-def _ready(plan: Plan) -> Diagnosis:
+def _ready(plan: Plan, observed: Observed, workload: ObservedChild | None) -> Diagnosis:
+    wanted = wanted_replicas(plan, workload)
     if plan.service.spec.suspend:
         return Diagnosis(state=State.READY, reason="Suspended", message="spec.suspend is true; no pod runs.")
-    if plan.replicas == 0:
-        return Diagnosis(state=State.READY, reason="ScaledToZero", message="spec.replicas is 0; no pod runs.")
-    return Diagnosis(state=State.READY, reason="Ready", message=f"{plan.replicas} of {plan.replicas} pods are ready.")
+    if wanted == 0:
+        who = "The autoscaler found no load" if plan.autoscaled else "spec.replicas is 0"
+        return Diagnosis(state=State.READY, reason="ScaledToZero", message=f"{who}; no pod runs.")
+    message = f"{wanted} of {wanted} pods are ready."
+    for name in plan.config_map_names:
+        if name in observed.missing_config_maps:
+            message += (
+                f" ConfigMap {name} of spec.prefixCaching.warmup does not exist: pods start without their warm-up."
+            )
+    return Diagnosis(state=State.READY, reason="Ready", message=message)
+
+
+def _growing(plan: Plan, workload: ObservedChild | None, waiting: Diagnosis | None) -> Diagnosis:
+    figures, wanted = counts(workload), wanted_replicas(plan, workload)
+    message = f"{figures.available} of {wanted} pods are ready; the autoscaler asked for more than there are."
+    if waiting is not None:
+        message += f" {waiting.message}"
+    return Diagnosis(state=State.READY, reason="Ready", message=message)
+
+
+def _hostname_taken(plan: Plan) -> Diagnosis | None:
+    taken = plan.gateway.taken if plan.gateway is not None else None
+    return None if taken is None else _stalled("HostnameTaken", taken.message)
 
 
 def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
@@ -136,6 +173,10 @@ def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
             f"Secret {', '.join(secrets)} does not exist in namespace {plan.identity.namespace}. "
             "The pods start once it is created.",
         )
+    missing = unresolved(plan, observed)
+    if missing:
+        told = " ".join(item.message(plan.identity.namespace) for item in missing)
+        return _stalled(missing[0].reason, f"{told} The pods start once it is there.")
     claims = [name for name in plan.claim_names if name in observed.missing_claims]
     if claims:
         return _stalled(
@@ -171,7 +212,6 @@ _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunC
 _BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*"(: \w+: )?')
 # Holds the delay, which grows with each crash: not a cause, and no reason to write the status again.
 _RESTARTING = re.compile(r"^back-off \S+ restarting failed container.*$", re.DOTALL)
-_DEVICE_MEMORY = re.compile(r"NPU out of memory|Available KV cache memory: -|No available memory for the cache blocks")
 # Our engine's last words begin with the class of the error; vLLM's are matched by their text.
 _LAST_WORDS = (
     ("UnsupportedModel", re.compile(r"\bUnsupportedModel\b|Model architectures? .*not supported|is not a multimodal")),
@@ -180,6 +220,11 @@ _LAST_WORDS = (
         re.compile(r"\bModelNotFound\b|Repo id must be in the form|does not appear to have a file named"),
     ),
     ("DamagedModel", re.compile(r"\bDamagedModel\b")),
+    # Of `reprise fetch`, which has tried again for minutes before it says so.
+    ("ModelFetchDenied", re.compile(r"\bModelFetchDenied\b")),
+    ("ModelFetchFailed", re.compile(r"\bModelFetchFailed\b")),
+    ("ModelVolumeFull", re.compile(r"\bModelVolumeFull\b")),
+    ("ModelVolumeUnusable", re.compile(r"\bModelVolumeUnusable\b")),
     (
         "InsufficientMemory",
         re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),
@@ -198,7 +243,7 @@ def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagno
     words = failure.message.strip()
     if failure.reason in _IMAGE:
         cause = _BACK_OFF.sub("", words) or "it is not there, or may not be read; see spec.runtime.imagePullSecrets"
-        image = plan.deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        image = plan.workload["spec"]["template"]["spec"]["containers"][0]["image"]
         of = f" {image}" if failure.container == CONTAINER else ""
         return _stalled("ImagePullFailed", f"{where}: the image{of} cannot be pulled: {cause}")
     if failure.reason in _CONFIG:
@@ -208,23 +253,75 @@ def _classify(plan: Plan, pod: ObservedPod, failure: ContainerFailure) -> Diagno
         )
     if failure.reason == "FailedMount":
         return _stalled("VolumeMountFailed", f"{where}: {words}")
-    if "OOMKilled" in (failure.reason, failure.terminated_reason):
-        return _stalled(
-            "OutOfMemory",
-            f"{where} was killed for using more than its host memory (exit code 137): raise or remove "
-            "spec.runtime.resources.limits.memory.",
-        )
+    log = _log_of(pod, failure)
+    killed = "OOMKilled" in (failure.reason, failure.terminated_reason)
+    short = shortage(plan.service, reason="OOMKilled" if killed else failure.reason, words=words, log=log)
+    if short is not None:
+        return _out_of_memory(plan, where, failure, short)
     cause = _RESTARTING.sub("", words)
     code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
     told = f"{where} fails{code}: {cause}" if cause else f"{where} fails{code} without a last word; see its log."
-    if _DEVICE_MEMORY.search(cause):
-        return _stalled("DeviceOutOfMemory", f"{told} Lower spec.memory.utilization or spec.model.maxModelLen.")
     for reason, pattern in _LAST_WORDS:
         if pattern.search(cause):
-            return _stalled(reason, told)
+            return _stalled(reason, told + _went_down(plan, reason))
+        if found := pattern.search(log):
+            return _stalled(reason, f"{where} fails{code}: {_line_at(log, found.start())}{_went_down(plan, reason)}")
     if failure.reason == "CrashLoopBackOff" or failure.restart_count >= CRASHES:
         return _stalled("ContainerCrashing", told)
     return None
+
+
+def _out_of_memory(plan: Plan, where: str, failure: ContainerFailure, short: Shortage) -> Diagnosis:
+    """What a person has to do; or, where the next step of the memory's share may be the cure, that it is coming."""
+    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    told = f"{where} fails{code}: {short.words.rstrip('.')}."
+    state = plan.tuning
+    if short.memory == "host" and not short.words:
+        told = f"{where} was killed for using more than its host memory (exit code 137)."
+    if short.share_helps and state.can_be_lowered and failure.container == CONTAINER:
+        reason = "DeviceOutOfMemory" if short.memory == "device" else "OutOfMemory"
+        return Diagnosis(state=State.PROGRESSING, reason=reason, message=f"{told} The engine's share is lowered.")
+    if short.memory == "host":
+        advice = "Raise or remove spec.runtime.resources.limits.memory"
+        lowered = f"; spec.memory.utilization went down to {state.effective:g}" if state.steps else ""
+        return _stalled("OutOfMemory", f"{told} {advice}{lowered}.")
+    if short.too_small_a_share:
+        advice = f"The share of {state.effective:g} holds the weights and a step, but no KV cache: "
+        if state.steps:
+            advice += "raise spec.memory.floor to end the lowering sooner, "
+        else:
+            advice += "raise spec.memory.utilization, "
+        advice += "lower spec.model.maxModelLen or use more devices a pod."
+    elif not short.share_helps:
+        advice = "spec.memory.utilization has no part in this."
+    elif state.auto_tune:
+        advice = (
+            f"spec.memory.utilization is at its floor, {state.effective:g}: lower spec.memory.floor or "
+            "spec.model.maxModelLen, or use more devices a pod."
+        )
+    else:
+        advice = "Lower spec.memory.utilization or spec.model.maxModelLen, or set spec.memory.autoTune to true."
+    return _stalled("DeviceOutOfMemory", f"{told} {advice}")
+
+
+def _went_down(plan: Plan, reason: str) -> str:
+    """What the steps of the memory's share have to do with it."""
+    if reason != "InsufficientMemory" or not plan.tuning.steps:
+        return ""
+    first, now = plan.tuning.first.effective, plan.tuning.effective
+    return f" (spec.memory.utilization went down from {first:g} to {now:g}; raise spec.memory.floor to end that sooner)"
+
+
+def _log_of(pod: ObservedPod, failure: ContainerFailure) -> str:
+    """The end of the log of the container's last run, where it has been read."""
+    ends = [end for end in pod.terminations if end.container == failure.container and end.log]
+    return ends[-1].log if ends and not failure.init else ""
+
+
+def _line_at(text: str, position: int) -> str:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    return text[start : len(text) if end < 0 else end].strip()
 
 
 def _first_crash(observed: Observed) -> Diagnosis | None:
@@ -238,15 +335,15 @@ def _first_crash(observed: Observed) -> Diagnosis | None:
     return None
 
 
-def _failure_of(deployment: ObservedChild | None) -> Diagnosis | None:
-    """The ReplicaSet may not create pods: quota, Pod Security, a webhook."""
-    condition = _condition(deployment, "ReplicaFailure")
+def _failure_of(workload: ObservedChild | None) -> Diagnosis | None:
+    """The ReplicaSet may not create pods: quota, Pod Security, a webhook. A StatefulSet says so in its events only."""
+    condition = _condition(workload, "ReplicaFailure")
     if condition.get("status") != "True":
         return None
     return _stalled("PodsRefused", condition.get("message", "The API server refuses the pods."))
 
 
-def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) -> Diagnosis | None:
+def _unschedulable(observed: Observed, figures: WorkloadCounts, now: float) -> Diagnosis | None:
     for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
         if pod.scheduled or not pod.unschedulable_message:
             continue
@@ -259,35 +356,71 @@ def _unschedulable(observed: Observed, figures: DeploymentCounts, now: float) ->
     return None
 
 
-def _deadline(deployment: ObservedChild | None) -> str | None:
-    condition = _condition(deployment, "Progressing")
+def _deadline(plan: Plan, observed: Observed, workload: ObservedChild | None, now: float) -> str | None:
+    if plan.workload["kind"] == "StatefulSet":
+        return _late_pod(plan, observed, now)
+    condition = _condition(workload, "Progressing")
     if condition.get("reason") != "ProgressDeadlineExceeded":
         return None
     return condition.get("message", "The rollout made no progress for too long.")
 
 
-def _condition(deployment: ObservedChild | None, kind: str) -> dict[str, str]:
-    if deployment is None or int(deployment.status.get("observedGeneration", 0)) < deployment.generation:
+def _late_pod(plan: Plan, observed: Observed, now: float) -> str | None:
+    """A StatefulSet knows no deadline: a pod of it that is not ready by then is late."""
+    seconds = progress_deadline_seconds(plan.service)
+    for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
+        if not pod.ready and not pod.started and pod.created_at is not None and now - pod.created_at > seconds:
+            return f"Pod {pod.name} has not become ready within {seconds} s."
+    return None
+
+
+def _condition(workload: ObservedChild | None, kind: str) -> dict[str, str]:
+    if workload is None or int(workload.status.get("observedGeneration", 0)) < workload.generation:
         return {}
-    found = (item for item in deployment.status.get("conditions") or () if item.get("type") == kind)
+    found = (item for item in workload.status.get("conditions") or () if item.get("type") == kind)
     return dict(next(found, {}))
 
 
-def _progress(plan: Plan, observed: Observed, deployment: ObservedChild | None) -> Diagnosis:
+def _progress(plan: Plan, observed: Observed, workload: ObservedChild | None) -> Diagnosis:
     for manifest in plan.children:
         if not _is_applied(manifest, find_child(observed, key_of(manifest))):
             fault = observed.apply_faults.get(str(key_of(manifest)))
+            leaving = unplanned_autoscalers(plan, observed) if manifest is plan.autoscaler else ()
+            if leaving:
+                message = _waits_for(leaving[0])
+                return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
             message = "is being applied." if fault is None else f"is not applied yet, and tried again: {fault}"
             return Diagnosis(state=State.PROGRESSING, reason="Applying", message=f"{key_of(manifest)} {message}")
-    figures = counts(deployment)
+    fetching = sorted(pod.name for pod in current_pods(observed) if pod.initializing == FETCH_CONTAINER)
+    if fetching:
+        message = (
+            f"{', '.join(fetching)}: {plan.service.spec.model.uri} is being fetched; "
+            f"`kubectl logs {fetching[0]} -c {FETCH_CONTAINER}` tells how far it is."
+        )
+        return Diagnosis(state=State.PROGRESSING, reason="FetchingModel", message=message)
+    figures = counts(workload)
     if not figures.seen:
-        message = "The Deployment controller has not seen the present template yet."
+        message = f"The {plan.workload['kind']} controller has not seen the present template yet."
         return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
     old = figures.replicas - figures.updated
     ready = sum(pod.ready for pod in current_pods(observed))
-    message = f"{min(ready, figures.updated)} of {plan.replicas} pods of the present template are ready"
+    wanted = wanted_replicas(plan, workload)
+    message = f"{min(ready, figures.updated)} of {wanted} pods of the present template are ready"
     message += f", {old} of an older one to be replaced." if old > 0 else "."
+    before = predecessors(plan, observed)
+    if before:
+        names = ", ".join(f"{child.kind}/{child.name}" for child in before)
+        message += f" {names} gives up a pod for each that serves, {total(before, None).available} serve there."
+    elif plan.workload["kind"] == "StatefulSet" and figures.replicas < wanted:
+        message += f" `kubectl describe {key_of(plan.workload)}` says why a pod is not made."
     return Diagnosis(state=State.PROGRESSING, reason="Progressing", message=message)
+
+
+def _waits_for(leaving: ObservedChild) -> str:
+    message = f"waits until {leaving.kind}/{leaving.name} is gone."
+    if leaving.terminating and leaving.kind == SCALED_OBJECTS.kind:
+        message += " KEDA ends its deletion, so KEDA has to run for it."
+    return message
 
 
 def _stalled(reason: str, message: str) -> Diagnosis:

@@ -114,7 +114,7 @@ class Recorder:
         }
 
 
-_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned")
+_ANNOUNCED = ("Ready", "Stalled", "MemoryTuned", "AutoscalingActive", "ReferencesResolved")
 """Conditions whose changes are told. Reconciling and the figures change too often to be news."""
 
 
@@ -126,7 +126,10 @@ def transitions(previous: Body, status: Body) -> tuple[Happening, ...]:
     for kind in _ANNOUNCED:
         condition, was = after.get(kind, {}), before.get(kind, {})
         value, reason = condition.get("status"), condition.get("reason")
-        if not condition or (was.get("status"), was.get("reason")) == (value, reason):
+        same = (was.get("status"), was.get("reason")) == (value, reason)
+        # Each step is told: its condition only has another message.
+        step = kind == "MemoryTuned" and value == "True" and was.get("message") != condition.get("message")
+        if not condition or (same and not step):
             continue
         event_type: EventType = "Normal"
         if kind == "Ready" and value != "True":
@@ -139,8 +142,20 @@ def transitions(previous: Body, status: Body) -> tuple[Happening, ...]:
             if value != "True":
                 continue
             event_type = "Warning"
-        elif kind == "MemoryTuned" and not was:
-            continue
+        elif kind == "AutoscalingActive":
+            if value == "Unknown" or reason == "Suspended":
+                continue
+            event_type = "Normal" if value == "True" else "Warning"
+        elif kind == "MemoryTuned":
+            if not was and value != "True":
+                continue
+            if reason == "FloorReached":
+                event_type = "Warning"
+        elif kind == "ReferencesResolved":
+            # What Stalled says already is not said twice, and that all is well is news only after it was not.
+            if after.get("Stalled", {}).get("reason") == reason or (value == "True" and was.get("status") != "False"):
+                continue
+            event_type = "Warning" if value == "False" else "Normal"
         note = condition.get("message") or str(reason)
         told.append(Happening(type=event_type, reason=str(reason), action=kind, note=note))
     return tuple(told)

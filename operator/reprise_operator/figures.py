@@ -8,21 +8,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reprise_operator.conditions import PREFIX_CACHE_EFFECTIVE, Condition, Status, timestamp
+from reprise_operator.cache_effect import MISS_REASONS, Effect, effect_of, written_effect
+from reprise_operator.conditions import clip, seconds_of, timestamp
 from reprise_operator.diagnosis import current_pods
-from reprise_operator.hitrate import HitRateWindow
-from reprise_operator.observed import Observed, ObservedPod
+from reprise_operator.hitrate import NOTHING_SERVED, HitFigures, HitRateWindow
+from reprise_operator.observed import EngineMetrics, Observed, ObservedPod
 from reprise_operator.settings import Settings
 
 MAX_REPLICAS_LISTED = 64
+MAX_FAULT = 200
+"""Characters of a pod's message."""
+LEAST_MOVE = 1.0
+"""Points of the hit rate that are worth a write."""
 
-_RATED = ("hitRatePercent", "hitTokens", "queriedTokens", "usagePercent", "windowSeconds", "observedAt", "replicas")
+_RATED = (
+    "hitRatePercent",
+    "hitTokens",
+    "queriedTokens",
+    "missReason",
+    "usagePercent",
+    "windowSeconds",
+    "observedAt",
+    "replicas",
+)
 """Written together, and seldom."""
 
 
-def reporting_pods(observed: Observed) -> tuple[ObservedPod, ...]:
-    """Ready pods with figures: those of the present template, or, before one is ready, the older ones that serve."""
-    ready = [pod for pod in observed.pods if pod.ready and not pod.terminating and pod.metrics is not None]
+def serving_pods(observed: Observed) -> tuple[ObservedPod, ...]:
+    """Ready pods: those of the present template, or, before one is ready, the older ones that serve."""
+    ready = [pod for pod in observed.pods if pod.ready and not pod.terminating]
     current = {pod.uid for pod in current_pods(observed)}
     chosen = [pod for pod in ready if pod.uid in current] or ready
     return tuple(sorted(chosen, key=lambda pod: pod.name))
@@ -44,20 +58,28 @@ def prefix_cache_figures(
     settings: Settings,
 ) -> dict[str, Any]:
     """status.prefixCache. `previous` is the same field as last written."""
-    pods = reporting_pods(observed)
-    serving = any(pod.ready and not pod.terminating for pod in observed.pods)
+    pods = serving_pods(observed)
+    if not pods:
+        return {}
+    if previous and not window.is_full(now) and not any(pod.metrics for pod in pods):
+        # A new operator that was unlucky with its first scrapes knows less than the one before it.
+        return dict(previous)
     enabled = caching_enabled(pods)
-    if enabled is None and serving:
-        enabled = previous.get("enabled")  # the scrape failed for once; the pods are still the same
+    if enabled is False and not any(_caches(pod) for pod in pods):
+        return {"enabled": False}
     figures: dict[str, Any] = {} if enabled is None else {"enabled": enabled}
-    if not enabled:
-        return figures
-    if (not pods and serving) or _stands(previous, window=window, now=now):
-        return figures | {key: previous[key] for key in _RATED if key in previous}
+    if _stands(previous, window=window, now=now):
+        kept = {key: previous[key] for key in _RATED if key in previous}
+        return figures | kept | {"replicas": _replicas(pods, window=window, now=now, known=previous)}
     fresh = _rated(pods, window=window, now=now)
-    if not _is_news(fresh, previous, now=now, settings=settings):
+    exact = window.figures(now).exact_percent
+    if not _is_news(fresh, previous, exact=exact, now=now, settings=settings):
         fresh = {key: previous[key] for key in _RATED if key in previous}
     return figures | fresh
+
+
+def _caches(pod: ObservedPod) -> bool:
+    return pod.metrics is None or pod.metrics.enable_prefix_caching is not False
 
 
 def _stands(previous: Mapping[str, Any], *, window: HitRateWindow, now: float) -> bool:
@@ -76,77 +98,100 @@ def _rated(pods: Sequence[ObservedPod], *, window: HitRateWindow, now: float) ->
             "hitTokens": total.hit_tokens,
             "queriedTokens": total.queried_tokens,
         }
+        reason = MISS_REASONS.get(total.main_miss or "")
+        if reason is not None:
+            figures["missReason"] = reason
     usages = [pod.metrics.kv_cache_usage for pod in pods if pod.metrics and pod.metrics.kv_cache_usage is not None]
     if usages:
         figures["usagePercent"] = round(100 * sum(usages) / len(usages))
-    figures["replicas"] = [_of_pod(pod, window=window, now=now) for pod in pods[:MAX_REPLICAS_LISTED]]
+    figures["replicas"] = _replicas(pods, window=window, now=now, known={})
     return figures
 
 
-def _of_pod(pod: ObservedPod, *, window: HitRateWindow, now: float) -> dict[str, Any]:
+def _replicas(
+    pods: Sequence[ObservedPod], *, window: HitRateWindow, now: float, known: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """An entry a pod, the one in `known` (an earlier status.prefixCache) where there is one."""
+    before = {entry.get("pod"): entry for entry in known.get("replicas") or ()}
+    served = window.figures_of_pods(now)
+    return [
+        dict(before[pod.name]) if pod.name in before else _of_pod(pod, served.get(pod.uid, NOTHING_SERVED))
+        for pod in pods[:MAX_REPLICAS_LISTED]
+    ]
+
+
+def _of_pod(pod: ObservedPod, figures: HitFigures) -> dict[str, Any]:
     entry: dict[str, Any] = {"pod": pod.name}
+    fault = _fault(pod)
     if pod.metrics is not None and pod.metrics.enable_prefix_caching is not None:
         entry["enabled"] = pod.metrics.enable_prefix_caching
-    percent = window.figures(now, pod_uid=pod.uid).percent
-    if percent is not None:
-        entry["hitRatePercent"] = percent
+    if entry.get("enabled") is False:
+        return entry | {"reason": Effect.DISABLED.value}
+    if fault is not None:
+        return entry | {"reason": Effect.METRICS_UNAVAILABLE.value, "message": clip(fault, limit=MAX_FAULT)}
+    entry["reason"] = effect_of(figures).value
+    if figures.percent is not None:
+        entry |= {
+            "hitRatePercent": figures.percent,
+            "hitTokens": figures.hit_tokens,
+            "queriedTokens": figures.queried_tokens,
+        }
+    if pod.metrics is not None and pod.metrics.kv_cache_usage is not None:
+        entry["usagePercent"] = round(100 * pod.metrics.kv_cache_usage)
     return entry
 
 
-def _is_news(fresh: Mapping[str, Any], previous: Mapping[str, Any], *, now: float, settings: Settings) -> bool:
-    """Whether the figures are worth a write: a state flipped, or the rate moved a point and the last write is old."""
-    if "observedAt" not in previous or fresh["windowSeconds"] != previous.get("windowSeconds"):
+def _fault(pod: ObservedPod) -> str | None:
+    """Why there are no figures of a ready pod; None when there are."""
+    if pod.metrics is None:
+        return pod.metrics_error or "/metrics has not been read yet"
+    if pod.metrics.prefix_cache_queries is None or pod.metrics.prefix_cache_hits is None:
+        return "/metrics has no counters of a prefix cache; vLLM's --disable-log-stats takes them away"
+    return None
+
+
+def _is_news(
+    fresh: Mapping[str, Any], previous: Mapping[str, Any], *, exact: float | None, now: float, settings: Settings
+) -> bool:
+    """Whether the figures are worth a write. At once: traffic that begins or ends, another set of pods. At most each
+    `status_min_interval_seconds`: a rate that moved a point from what is written, or a state that flipped."""
+    written = seconds_of(previous.get("observedAt"))
+    if written is None or fresh["windowSeconds"] != previous.get("windowSeconds"):
         return True
-    if ("hitRatePercent" in fresh) != ("hitRatePercent" in previous):
+    if ("hitRatePercent" in fresh) != ("hitRatePercent" in previous) or _pods(fresh) != _pods(previous):
         return True
-    if _pods(fresh) != _pods(previous):
-        return True
-    if fresh.get("hitRatePercent") == previous.get("hitRatePercent"):
+    # Far in the future: the clock was set back, and would keep the figures as they are for as long.
+    if abs(now - written) < settings.status_min_interval_seconds:
         return False
-    return bool(previous["observedAt"] <= timestamp(now - settings.status_min_interval_seconds))
+    moved = exact is not None and abs(exact - previous["hitRatePercent"]) >= LEAST_MOVE
+    return moved or _states(fresh) != _states(previous)
 
 
 def _pods(figures: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(entry.get("pod"), entry.get("enabled")) for entry in figures.get("replicas", ())]
 
 
+def _states(figures: Mapping[str, Any]) -> list[Any]:
+    pods = [(entry.get("pod"), entry.get("reason"), entry.get("message")) for entry in figures.get("replicas", ())]
+    return [written_effect(figures), *pods]
+
+
 def engine_figures(observed: Observed, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """status.engine: what the engine settled on, of the first pod that tells; the last known while a scrape fails."""
-    names = (
-        ("version", "version"),
-        ("blockSize", "block_size"),
-        ("kvBlocks", "num_gpu_blocks"),
-        ("maxModelLen", "max_model_len"),
-    )
-    for pod in reporting_pods(observed):
-        told = {key: getattr(pod.metrics, attribute) for key, attribute in names}
-        known = {key: value for key, value in told.items() if value is not None}
-        if known:
-            return known
+    """status.engine: what the engine settled on, of the first pod that tells; the last known while a scrape fails, and
+    while another pod still tells it: pods may differ by a few blocks."""
+    pods = serving_pods(observed)
+    known = [told for pod in pods if pod.metrics is not None and (told := _engine(pod.metrics))]
+    if known:
+        return dict(previous) if previous in known else known[0]
     return dict(previous) if any(pod.ready for pod in observed.pods) else {}
 
 
-def prefix_cache_condition(observed: Observed, figures: Mapping[str, Any], *, wanted: bool) -> Condition:
-    """Informational: whether the cache saves work. Read from the figures as written, so that both agree."""
-
-    def condition(status: Status, reason: str, message: str) -> Condition:
-        return Condition(type=PREFIX_CACHE_EFFECTIVE, status=status, reason=reason, message=message)
-
-    enabled = figures.get("enabled")
-    if enabled is False or (enabled is None and not wanted):
-        return condition("False", "Disabled", "Prefix caching is off.")
-    if enabled is None:
-        errors = sorted({pod.metrics_error for pod in observed.pods if pod.ready and pod.metrics_error})
-        detail = f": {errors[0]}" if errors else "."
-        message = "No ready pod reports its prefix cache" + detail
-        return condition("Unknown", "MetricsUnavailable", message)
-    percent = figures.get("hitRatePercent")
-    if percent is None:
-        return condition("Unknown", "NoTraffic", "No prompt was served within the window.")
-    if figures.get("hitTokens", 0) == 0:
-        return condition(
-            "False",
-            "ZeroHits",
-            "No prompt token was found in the cache: the prompts share no whole block, or it was evicted.",
-        )
-    return condition("True", "Effective", "Prompt tokens are served from the prefix cache; see status.prefixCache.")
+def _engine(metrics: EngineMetrics) -> dict[str, Any]:
+    told = {
+        "version": metrics.version,
+        "blockSize": metrics.block_size,
+        "kvBlocks": metrics.num_gpu_blocks,
+        "maxModelLen": metrics.max_model_len,
+        "memoryUtilization": metrics.gpu_memory_utilization,
+    }
+    return {key: value for key, value in told.items() if value is not None}

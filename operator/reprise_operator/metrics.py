@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reprise_operator.kinds import ResourceType
+from reprise_operator.service_metrics import ServiceFigures
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -50,15 +51,28 @@ class OperatorMetrics:
         )
         self.watch_heartbeat = Gauge(
             "reprise_operator_watch_last_event_timestamp_seconds",
-            "When a watch last delivered an event, Unix seconds.",
+            "When a watch last delivered an event, Unix seconds. Old where nothing happens: see watch_behind.",
             ["resource"],
             registry=self.registry,
         )
         self.watch_behind = Gauge(
             "reprise_operator_watch_behind_seconds",
-            "For how long the watch has owed an event that a read has proved to exist; 0 is healthy.",
+            "For how long a watch has owed an event that a read has proved to exist; 0 is healthy.",
+            ["resource"],
             registry=self.registry,
         )
+        self.resynced = Gauge(
+            "reprise_operator_resync_timestamp_seconds",
+            "When the list of all InferenceServices was last read, Unix seconds; 0 before the first time.",
+            registry=self.registry,
+        )
+        self.leader = Gauge(
+            "reprise_operator_leader",
+            "1 while this process works, 0 while it waits for the lease.",
+            registry=self.registry,
+        )
+        self.served = ServiceFigures()
+        self.registry.register(self.served)
         for outcome in ("success", "retry", "error"):
             self.reconciles.labels(outcome)
 

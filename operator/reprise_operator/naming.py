@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     from reprise_operator.resource import Identity
 
 MAX_NAME = 63
+MAX_STATEFUL_SET_NAME = 52
+"""A StatefulSet's pods carry a label of its name and a hash of ten characters: with more, no pod could be made."""
 HASH_LENGTH = 8
 
 NAME_LABEL = f"{GROUP}/name"
 """On every child and pod; the immutable selector. Its value is `child_name`."""
 OWNER_UID_LABEL = f"{GROUP}/owner-uid"
 """On every child, not on pods: finds the children of one InferenceService, also those the Plan no longer names."""
+CHECK_LABEL = f"{GROUP}/check-of"
+"""On the pods of a check (children/check_job.py) instead of `NAME_LABEL`, which would bring them traffic."""
 PLAN_HASH_ANNOTATION = f"{GROUP}/plan-hash"
 """On every child: `digest` of the manifest it was applied from; status tells an applied spec from one still to come."""
-MANAGED_BY_SELECTOR = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGED_BY = {MANAGED_BY_LABEL: FIELD_MANAGER}
+"""On every child and pod: what is ours, whoever's InferenceService it belongs to."""
+MANAGED_BY_SELECTOR = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
 """Label selector for watches of children and pods."""
 
 _LABEL_VALUE = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$")
@@ -73,7 +80,7 @@ def selector_string(identity: Identity) -> str:
 
 def reserved_labels(identity: Identity) -> dict[str, str]:
     """The labels no user may change: the selector, and what the watches look for."""
-    return {**selector_labels(identity), "app.kubernetes.io/managed-by": FIELD_MANAGER}
+    return {**selector_labels(identity), **MANAGED_BY}
 
 
 def pod_labels(identity: Identity) -> dict[str, str]:

@@ -1,11 +1,9 @@
-"""What the pods say: Kubernetes bodies → ObservedPod, and the few lines of each ready pod's /metrics that are needed.
-
-Reads both engines, ours and vllm-ascend: the metric names are vLLM's, and `reprise:engine_info` is our addition.
-"""
+"""What the pods say: Kubernetes bodies → ObservedPod, and each ready pod's /metrics (read by exposition.py)."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,29 +12,25 @@ from datetime import datetime
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
-from reprise_operator.observed import ContainerFailure, EngineMetrics, ObservedPod
+from reprise_operator.cause import without_secrets
+from reprise_operator.exposition import parse_metrics
+from reprise_operator.observed import ContainerFailure, EngineMetrics, ObservedPod, Termination
 from reprise_operator.settings import ENGINE_PORT
 
 Body = Mapping[str, Any]
 
 TEMPLATE_HASH_LABEL = "pod-template-hash"
+STATEFUL_SET_HASH_LABEL = "controller-revision-hash"
 REVISION_ANNOTATION = "deployment.kubernetes.io/revision"
 
 # A container that is merely being set up waits with one of these.
 _STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 
-QUERIES = "vllm:prefix_cache_queries_total"
-HITS = "vllm:prefix_cache_hits_total"
-USAGE = "vllm:kv_cache_usage_perc"
-CACHE_CONFIG = "vllm:cache_config_info"
-ENGINE_INFO = "reprise:engine_info"
-_NEEDED = (QUERIES, HITS, USAGE, CACHE_CONFIG, ENGINE_INFO)
-
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 FAILURE_RETRY_SECONDS = 5.0
+STALE_INTERVALS = 3.0
+"""Figures older than so many intervals are none."""
 
 
 # Pods ---------------------------------------------------------------------------------------------------------------
@@ -47,6 +41,7 @@ def observed_pod(body: Body) -> ObservedPod:
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
+    labels, containers = metadata.get("labels") or {}, status.get("containerStatuses") or ()
     is_scheduled = scheduled.get("status") == "True" or bool((body.get("spec") or {}).get("nodeName"))
     return ObservedPod(
         name=metadata["name"],
@@ -55,35 +50,57 @@ def observed_pod(body: Body) -> ObservedPod:
         phase=status.get("phase") or "Pending",
         ready=conditions.get("Ready", {}).get("status") == "True",
         terminating="deletionTimestamp" in metadata,
-        template_hash=(metadata.get("labels") or {}).get(TEMPLATE_HASH_LABEL),
+        template_hash=labels.get(TEMPLATE_HASH_LABEL) or labels.get(STATEFUL_SET_HASH_LABEL),
         started_at=_seconds(status.get("startTime")),
         created_at=_seconds(metadata.get("creationTimestamp")),
+        node=(body.get("spec") or {}).get("nodeName"),
         scheduled=is_scheduled,
+        started=bool(containers) and all(container.get("started") for container in containers),
         unschedulable_message=None if is_scheduled else scheduled.get("message"),
         failures=_failures(status),
+        terminations=_terminations(status),
+        initializing=_initializing(status),
+        awaits_volumes=is_scheduled and status.get("phase", "Pending") == "Pending" and _is_being_set_up(status),
     )
 
 
-def current_template_hash(deployment: Body | None, replica_sets: Iterable[Body]) -> str | None:
-    """pod-template-hash of the ReplicaSet that carries the Deployment's newest revision.
+def current_template_hash(workload: Body | None, replica_sets: Iterable[Body]) -> str | None:
+    """What pods of the present template are labelled with: the update revision of a StatefulSet, of a Deployment the
+    pod-template-hash of the ReplicaSet that carries its newest revision.
 
-    None while there is none, and while the Deployment controller has not seen the Deployment's present generation:
-    the newest ReplicaSet may then still be the old template's.
+    None while there is none, and while the controller has not seen the workload's present generation: what it says may
+    then still be about the old template.
     """
-    if deployment is None:
+    if workload is None:
         return None
-    metadata = deployment["metadata"]
-    if (deployment.get("status") or {}).get("observedGeneration") != metadata.get("generation"):
+    metadata, status = workload["metadata"], workload.get("status") or {}
+    if status.get("observedGeneration") != metadata.get("generation"):
         return None
-    owned = [
-        replica_set["metadata"]
-        for replica_set in replica_sets
-        if any(owner.get("uid") == metadata["uid"] for owner in replica_set["metadata"].get("ownerReferences") or ())
-    ]
+    if workload["kind"] == "StatefulSet":
+        return status.get("updateRevision") or None
+    owned = [replica_set["metadata"] for replica_set in replica_sets if _is_of(workload, replica_set)]
     if not owned:
         return None
     newest = max(owned, key=_revision)
     return (newest.get("labels") or {}).get(TEMPLATE_HASH_LABEL)
+
+
+def templates(workload: Body | None, replica_sets: Iterable[Body]) -> dict[str, Body]:
+    """pod-template-hash → pod template of each ReplicaSet of a Deployment, as the Deployment once had it."""
+    found: dict[str, Body] = {}
+    for replica_set in replica_sets:
+        name = (replica_set["metadata"].get("labels") or {}).get(TEMPLATE_HASH_LABEL)
+        if workload is None or name is None or not _is_of(workload, replica_set):
+            continue
+        template = replica_set["spec"]["template"]
+        labels = {key: value for key, value in template["metadata"]["labels"].items() if key != TEMPLATE_HASH_LABEL}
+        found[name] = {**template, "metadata": {**template["metadata"], "labels": labels}}
+    return found
+
+
+def _is_of(workload: Body, replica_set: Body) -> bool:
+    owners = replica_set["metadata"].get("ownerReferences") or ()
+    return any(owner.get("uid") == workload["metadata"]["uid"] for owner in owners)
 
 
 def _revision(metadata: Body) -> int:
@@ -98,6 +115,19 @@ def _failures(status: Body) -> tuple[ContainerFailure, ...]:
     main = ((container, False) for container in status.get("containerStatuses") or ())
     found = (_failure(container, init=is_init) for container, is_init in (*init, *main))
     return tuple(failure for failure in found if failure is not None)
+
+
+def _is_being_set_up(status: Body) -> bool:
+    """Whether no container was tried yet."""
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    reasons = [((container.get("state") or {}).get("waiting") or {}).get("reason") for container in containers]
+    tried = any(container.get("lastState") for container in containers)
+    return not tried and all(reason in _STARTING for reason in reasons)
+
+
+def _initializing(status: Body) -> str | None:
+    running = (c["name"] for c in status.get("initContainerStatuses") or () if (c.get("state") or {}).get("running"))
+    return next(running, None)
 
 
 def _failure(container: Body, *, init: bool) -> ContainerFailure | None:
@@ -128,12 +158,34 @@ def _failure(container: Body, *, init: bool) -> ContainerFailure | None:
     return ContainerFailure(
         container=container["name"],
         reason=reason,
-        message=words,
+        message=without_secrets(words),
         exit_code=(last or {}).get("exitCode"),
         terminated_reason=(last or {}).get("reason"),
         restart_count=restarts,
         init=init,
     )
+
+
+def _terminations(status: Body) -> tuple[Termination, ...]:
+    """The last run that ended of each container, and the one before it as long as no new one has been started."""
+    found = []
+    for container in status.get("containerStatuses") or ():
+        for key in ("state", "lastState"):
+            ended = (container.get(key) or {}).get("terminated")
+            if ended is None:
+                continue
+            found.append(
+                Termination(
+                    container=container["name"],
+                    container_id=ended.get("containerID") or f"run-{int(container.get('restartCount') or 0)}-{key}",
+                    exit_code=int(ended.get("exitCode") or 0),
+                    reason=ended.get("reason") or "",
+                    message=ended.get("message") or "",
+                    finished_at=ended.get("finishedAt") or "",
+                    is_previous=key == "lastState",
+                )
+            )
+    return tuple(found)
 
 
 def _seconds(timestamp: str | None) -> float | None:
@@ -144,63 +196,23 @@ def _seconds(timestamp: str | None) -> float | None:
 # Metrics ------------------------------------------------------------------------------------------------------------
 
 
-def parse_metrics(text: str, *, scraped_at: float) -> EngineMetrics:
-    """The figures in an exposition. Counters of several engines in one pod (data parallel) are added up, the usage is
-    the fullest engine's, of the infos the first counts. What is missing or malformed is None.
-
-    Raises ValueError when a needed line is no valid exposition.
-    """
-    needed = "\n".join(line for line in text.splitlines() if line.startswith(_NEEDED)) + "\n"
-    samples = [sample for family in text_string_to_metric_families(needed) for sample in family.samples]
-    config = _labels(samples, CACHE_CONFIG)
-    engine = _labels(samples, ENGINE_INFO)
-    usages = [sample.value for sample in samples if sample.name == USAGE]
-    return EngineMetrics(
-        scraped_at=scraped_at,
-        enable_prefix_caching={"true": True, "false": False}.get(config.get("enable_prefix_caching", "").lower()),
-        prefix_cache_queries=_sum(samples, QUERIES),
-        prefix_cache_hits=_sum(samples, HITS),
-        kv_cache_usage=max(usages) if usages else None,
-        gpu_memory_utilization=_number(config.get("gpu_memory_utilization")),
-        block_size=_integer(config.get("block_size")),
-        num_gpu_blocks=_integer(config.get("num_gpu_blocks")),
-        max_model_len=_integer(engine.get("max_model_len")),
-        version=engine.get("version") or None,
-    )
-
-
-def _labels(samples: Sequence[Sample], name: str) -> Mapping[str, str]:
-    return next((sample.labels for sample in samples if sample.name == name), {})
-
-
-def _sum(samples: Sequence[Sample], name: str) -> float | None:
-    values = [sample.value for sample in samples if sample.name == name]
-    return sum(values) if values else None
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
-
-
-def _integer(text: str | None) -> int | None:
-    value = _number(text)
-    return int(value) if value is not None and value.is_integer() else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scrape:
     metrics: EngineMetrics | None
+    """Of the last attempt that succeeded."""
     error: str | None
+    at: float
     next_at: float
+
+
+class _Unreadable(Exception):
+    """/metrics gave no figures, and why: the same words for the same fault, since they are written into the status."""
 
 
 class Scraper:
     """Reads /metrics of ready pods: each at most every `interval` seconds, with jitter so that a thousand pods do not
     answer in one moment, `concurrency` at a time over all services. In between the last answer stands, so a wake-up by
-    an event costs no scrape."""
+    an event costs no scrape; it also stands for `STALE_INTERVALS` while attempts fail, so a hiccup is no news."""
 
     def __init__(
         self,
@@ -224,11 +236,14 @@ class Scraper:
 
     async def observe(self, pods: Sequence[ObservedPod]) -> tuple[ObservedPod, ...]:
         """The pods, those that are ready with their engine's figures or with why there are none."""
+        # A pod that is not ready may come back as another process: its old figures say nothing then.
+        self.forget(pod.uid for pod in pods if not _is_scrapable(pod))
         now = self._clock()
         due = [pod for pod in pods if _is_scrapable(pod) and self._is_due(pod, now)]
         scrapes = await asyncio.gather(*(self._scrape(pod) for pod in due))
         self._last.update({pod.uid: scrape for pod, scrape in zip(due, scrapes, strict=True)})
-        return tuple(self._with_figures(pod) for pod in pods)
+        now = self._clock()
+        return tuple(self._with_figures(pod, now) for pod in pods)
 
     def forget(self, uids: Iterable[str]) -> None:
         """Drops what is known of pods that are gone."""
@@ -237,37 +252,72 @@ class Scraper:
 
     def _is_due(self, pod: ObservedPod, now: float) -> bool:
         last = self._last.get(pod.uid)
-        return last is None or now >= last.next_at
+        # A clock that was set back would keep a scrape from being due for as long as it went back.
+        return last is None or now >= last.next_at or now < last.at
 
-    def _with_figures(self, pod: ObservedPod) -> ObservedPod:
+    def _with_figures(self, pod: ObservedPod, now: float) -> ObservedPod:
         last = self._last.get(pod.uid)
-        if last is None or not _is_scrapable(pod):
+        if last is None:
             return pod
-        return replace(pod, metrics=last.metrics, metrics_error=last.error)
+        metrics = last.metrics
+        if metrics is not None and abs(now - metrics.scraped_at) > STALE_INTERVALS * self._interval:
+            metrics = None
+        return replace(pod, metrics=metrics, metrics_error=last.error)
 
     async def _scrape(self, pod: ObservedPod) -> _Scrape:
         try:
             async with self._limit:
                 text = await self._fetch(str(pod.ip))
                 now = self._clock()
-                metrics = parse_metrics(text, scraped_at=now)
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
-            detail = str(error) or type(error).__name__
-            return _Scrape(metrics=None, error=detail, next_at=self._clock() + FAILURE_RETRY_SECONDS)
+                metrics = _parsed(text, now)
+        except _Unreadable as fault:
+            last = self._last.get(pod.uid)
+            now = self._clock()
+            return _Scrape(
+                metrics=last.metrics if last else None, error=str(fault), at=now, next_at=now + FAILURE_RETRY_SECONDS
+            )
         # Early rather than late: a reconcile that comes each `interval` seconds must find its pods due.
-        return _Scrape(metrics=metrics, error=None, next_at=now + self._interval * (0.8 + 0.1 * self._random_unit()))
+        next_at = now + self._interval * (0.8 + 0.1 * self._random_unit())
+        return _Scrape(metrics=metrics, error=None, at=now, next_at=next_at)
 
     async def _fetch(self, ip: str) -> str:
+        """Raises _Unreadable."""
         host = f"[{ip}]" if ":" in ip else ip
-        async with self._session.get(f"http://{host}:{self._port}/metrics", timeout=self._timeout) as response:
-            if response.status != 200:
-                raise ValueError(f"/metrics answered {response.status}")
-            content = await response.content.read(MAX_METRICS_BYTES + 1)
-            while len(content) <= MAX_METRICS_BYTES and not response.content.at_eof():
-                content += await response.content.read(MAX_METRICS_BYTES + 1 - len(content))
+        try:
+            async with self._session.get(f"http://{host}:{self._port}/metrics", timeout=self._timeout) as response:
+                if response.status in (401, 403):
+                    raise _Unreadable(
+                        f"/metrics answers {response.status}: it asks for credentials, and scrapers have none"
+                    )
+                if response.status != 200:
+                    raise _Unreadable(f"/metrics answers {response.status}")
+                content = await response.content.read(MAX_METRICS_BYTES + 1)
+                while len(content) <= MAX_METRICS_BYTES and not response.content.at_eof():
+                    content += await response.content.read(MAX_METRICS_BYTES + 1 - len(content))
+        except TimeoutError:
+            raise _Unreadable(
+                f"/metrics does not answer within {self._timeout.total:g} s; a NetworkPolicy must let the operator in"
+            ) from None
+        except (aiohttp.ClientConnectorError, OSError) as error:
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            raise _Unreadable(f"port {self._port} cannot be reached: {_words(cause.errno)}") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise _Unreadable(f"/metrics breaks off or is no HTTP ({type(error).__name__})") from error
         if len(content) > MAX_METRICS_BYTES:
-            raise ValueError(f"/metrics is longer than {MAX_METRICS_BYTES} bytes")
+            raise _Unreadable(f"/metrics is longer than {MAX_METRICS_BYTES} bytes")
         return content.decode("utf-8", errors="replace")
+
+
+def _parsed(text: str, now: float) -> EngineMetrics:
+    try:
+        return parse_metrics(text, scraped_at=now)
+    except ValueError as error:
+        # The parser quotes what it could not read, which may be another number each time.
+        raise _Unreadable("/metrics is no valid exposition of Prometheus") from error
+
+
+def _words(errno: int | None) -> str:
+    return os.strerror(errno) if errno else "the connection failed"
 
 
 def _is_scrapable(pod: ObservedPod) -> bool:

@@ -10,18 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprise_operator.references import ObjectRef, ObservedReference
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
     """The lines read from one pod's /metrics. None where the engine does not report the figure.
 
-    queries and hits are counters in tokens since the engine started.
+    queries and hits are counters in tokens since the engine started, misses in requests.
     """
 
     scraped_at: float
+    started_at: float | None = None
+    """When the process that counts began: its counters begin at 0 there."""
     enable_prefix_caching: bool | None = None
     prefix_cache_queries: float | None = None
     prefix_cache_hits: float | None = None
+    misses: Mapping[str, float] = field(default_factory=dict)
+    """Why prompts were not found, as our engine's label says it (`shorter_than_block`, `evicted` …) → requests; of
+    vLLM's, which does not say, its short prompts and the others (exposition.py). Empty where neither is known."""
     kv_cache_usage: float | None = None
     """0 to 1."""
     gpu_memory_utilization: float | None = None
@@ -52,6 +59,26 @@ class ContainerFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Termination:
+    """How a run of one of the pod's containers ended, init containers aside; that run's place may have been taken by
+    another since, also by one that serves."""
+
+    container: str
+    container_id: str
+    """Of that run."""
+    exit_code: int
+    reason: str
+    """The kubelet's: Completed, Error, OOMKilled …"""
+    message: str
+    finished_at: str
+    """RFC 3339, "" where the kubelet does not know."""
+    is_previous: bool
+    """Whether `kubectl logs --previous` shows that run."""
+    log: str = ""
+    """The end of its log, where it has been read (log_tails.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPod:
     name: str
     uid: str
@@ -60,15 +87,26 @@ class ObservedPod:
     ready: bool
     terminating: bool
     template_hash: str | None
-    """Label pod-template-hash (Deployment)."""
+    """Label pod-template-hash (Deployment) or controller-revision-hash (StatefulSet)."""
     started_at: float | None
     scheduled: bool
+    started: bool = False
+    """Whether every container has passed its startup probe: such a pod has served, though it may not be ready now."""
     unschedulable_message: str | None = None
     failures: tuple[ContainerFailure, ...] = ()
+    terminations: tuple[Termination, ...] = ()
     metrics: EngineMetrics | None = None
+    """The last that were read, unless that is too long ago; None of a pod that is not ready."""
     metrics_error: str | None = None
+    """Why the last attempt to read them failed; the words do not change while the fault does not."""
     created_at: float | None = None
     """metadata.creationTimestamp."""
+    node: str | None = None
+    """Where it runs."""
+    awaits_volumes: bool = False
+    """It has a node, but no container was tried yet: volumes, network or images are being set up."""
+    initializing: str | None = None
+    """Name of the init container that runs now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +138,15 @@ class Observed:
     pods: tuple[ObservedPod, ...] = ()
     missing_secrets: tuple[str, ...] = ()
     missing_claims: tuple[str, ...] = ()
+    references: Mapping[ObjectRef, ObservedReference] = field(default_factory=dict)
+    """The Secrets and ConfigMaps that the pods read at their start; one that we may not read is not among them."""
+    missing_config_maps: tuple[str, ...] = ()
     template_hash: str | None = None
-    """pod-template-hash of the Deployment's newest ReplicaSet: pods that carry it are the current ones."""
+    """pod-template-hash of the Deployment's newest ReplicaSet, or the StatefulSet's update revision: pods that carry it
+    are the current ones."""
+    templates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """pod-template-hash → pod template, of each of a Deployment's ReplicaSets: what it can be rolled back to. Empty
+    where the workload is a StatefulSet."""
     apply_errors: Mapping[str, str] = field(default_factory=dict)
     """"Kind/name" → the API server's message, for children whose last apply it refused."""
     apply_faults: Mapping[str, str] = field(default_factory=dict)

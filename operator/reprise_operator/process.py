@@ -13,23 +13,29 @@ import os
 import random
 import signal
 import socket
-import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from importlib.metadata import version
 
 import aiohttp
 import kopf
 
-from reprise_operator.api import Api, ClusterError, Fault, load_connection
+from reprise_operator.api import Api, Body, ClusterError, Fault, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.directory import Directory
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.handlers import Waker, kopf_settings, register
+from reprise_operator.kinds import WATCHED_TYPES
 from reprise_operator.leader import Leadership
+from reprise_operator.logs import about
 from reprise_operator.metrics import OperatorMetrics, serve_metrics, serve_probes
 from reprise_operator.observe import Scraper
 from reprise_operator.options import Options
+from reprise_operator.recall import Recall
 from reprise_operator.reconcile import Reconciler
+from reprise_operator.rotation import ReferenceKey, ReferenceReader
 from reprise_operator.settings import GROUP, PLURAL
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import WorkQueue
@@ -54,9 +60,14 @@ class Operator:
         self.cluster = cluster = Cluster(api)
         self.metrics = metrics
         settings = options.settings
-        self.health = WatchHealth()
+        self.kinds = OptionalKinds(cluster, namespace=settings.namespace, period=settings.discovery_seconds)
+        self.directory = Directory()
+        self.health = WatchHealth(dead_after=settings.watch_patience_seconds)
+        # Each resync reads everything anew; the age is for the one that could not list.
+        self.recall = Recall(max_age=1.5 * settings.resync_seconds)
         self.reconciler = Reconciler(
             cluster=cluster,
+            kinds=self.kinds,
             scraper=Scraper(
                 session,
                 interval=settings.scrape_seconds,
@@ -67,24 +78,39 @@ class Operator:
             settings=settings,
             metrics=metrics,
             health=self.health,
+            wake=self._wake,
+            directory=self.directory,
+            references=ReferenceReader(ReferenceKey(options.reference_key) if options.reference_key else None),
+            recall=self.recall,
         )
-        self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers)
-        self.waker = Waker(lambda key, after: self.queue.add(key, after=after), health=self.health, metrics=metrics)
+        self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers, context=about_key)
+        self.waker = Waker(self._wake, health=self.health, metrics=metrics, directory=self.directory)
         self.ready = False
+        self.leadership: Leadership | None = None
         metrics.queue_depth.set_function(self.queue.depth)
-        metrics.watch_behind.set_function(lambda: self.health.behind(time.time()))
+        for resource in WATCHED_TYPES:
+            metrics.watch_behind.labels(resource.plural).set_function(partial(self.health.behind, resource))
+
+    def _wake(self, key: Key, after: float = 0.0) -> None:
+        """There is news of `key`."""
+        self.recall.spoil(key)
+        self.queue.add(key, after=after)
 
     def unhealthy(self) -> str | None:
         """What a restart would cure."""
-        if self.health.is_dead(time.time()):
-            return f"the watch has not delivered an event for {self.health.behind(time.time()):.0f} s that a read found"
+        dead = self.health.dead()
+        if dead is not None:
+            return f"the watch of {dead} has owed an event for {self.health.behind():.0f} s that a read has found"
         idle = self.queue.clock() - self.queue.last_progress
         if self.queue.depth() > 0 and idle > 2 * self.queue.timeout:
             return f"no worker has taken a key for {idle:.0f} s"
         return None
 
     def unready(self) -> str | None:
-        return None if self.ready else "starting: waiting for the CRD or the lease"
+        """One that waits for a leader to end is ready to take over: else a rollout of two would never be done."""
+        if self.ready or (self.leadership is not None and self.leadership.standby):
+            return None
+        return "starting: waiting for the CRD or the lease"
 
     async def run(self) -> None:
         """Works until SIGTERM or SIGINT, or until a part of it fails, which is raised."""
@@ -103,18 +129,22 @@ class Operator:
             work.result()
 
     async def _work(self, stop: asyncio.Event) -> None:
-        await self._wait_for_crd()
+        await self._services()
         async with contextlib.AsyncExitStack() as stack:
             parts = []
             if self.options.lease_namespace is not None:
-                leadership = Leadership(
+                self.leadership = leadership = Leadership(
                     self.api.client, namespace=self.options.lease_namespace, name=LEASE_NAME, identity=_identity()
                 )
                 stack.push_async_callback(leadership.release)
                 await leadership.acquire()
                 parts.append(leadership.keep())
+            self.reconciler.prime(await self._services())
+            await self.kinds.first()
+            self.metrics.leader.set(1)
+            stack.callback(self.metrics.leader.set, 0)
             await stack.enter_async_context(self._watches(stop))
-            parts += [self.queue.run(), self._resync()]
+            parts += [self.queue.run(), self._resync(), self._discover()]
             self.ready = True
             try:
                 async with asyncio.TaskGroup() as group:  # ends, with all of them, when one fails
@@ -133,7 +163,10 @@ class Operator:
         watching = asyncio.create_task(
             kopf.operator(
                 registry=registry,
-                settings=kopf_settings(namespaced=namespace is not None),
+                settings=kopf_settings(
+                    namespaced=namespace is not None,
+                    inactivity_seconds=self.options.settings.watch_inactivity_seconds,
+                ),
                 standalone=True,
                 clusterwide=namespace is None,
                 namespaces=[namespace] if namespace is not None else [],
@@ -159,13 +192,13 @@ class Operator:
             if by_itself and not watching.cancelled() and watching.exception() is not None:
                 raise WatchesEnded("the watches have ended") from watching.exception()
 
-    async def _wait_for_crd(self) -> None:
-        """kopf, when it serves one namespace, does not notice a CRD that appears after it has started."""
+    async def _services(self) -> tuple[Body, ...]:
+        """All of them, once the CRD is there: kopf, when it serves one namespace, does not notice one that appears
+        after it has started."""
         told = False
         while True:
             try:
-                await self.cluster.list_services(self.options.settings.namespace)
-                return
+                return await self.cluster.list_services(self.options.settings.namespace)
             except ClusterError as error:
                 if error.fault is Fault.FORBIDDEN:
                     logger.error("may not list %s.%s: %s; see the chart's RBAC", PLURAL, GROUP, error)
@@ -178,6 +211,9 @@ class Operator:
                     logger.warning("%s", error)
             await asyncio.sleep(RETRY_SECONDS)
 
+    async def _discover(self) -> None:
+        await self.kinds.run(wake=self._wake, concerned=self.reconciler.concerned)
+
     async def _resync(self) -> None:
         """Puts every service into the queue now and then, spread over a tenth of the time: what no event told of is
         found here, and so is a watch that does not deliver."""
@@ -189,11 +225,25 @@ class Operator:
             except ClusterError as error:
                 logger.warning("resync: %s", error)
                 continue
-            for service in services:
-                metadata = service["metadata"]
-                key = Key(metadata["namespace"], metadata["name"])
-                self.health.read(key, metadata.get("resourceVersion"), now=time.time())
-                self.queue.add(key, after=random.random() * period / 10)  # noqa: S311
+            self.metrics.resynced.set_to_current_time()
+            for key in self._resync_keys(services):
+                self._wake(key, random.random() * period / 10)  # noqa: S311
+
+    def _resync_keys(self, services: Sequence[Body]) -> set[Key]:
+        """Those listed, and those that were known and are not listed: of a service that was deleted while the watch was
+        away no event may ever come, and its reconcile forgets it."""
+        listed = set()
+        for service in services:
+            metadata = service["metadata"]
+            key = Key(metadata["namespace"], metadata["name"])
+            self.health.read(key, metadata.get("resourceVersion"))
+            listed.add(key)
+        return listed | self.directory.absent_from(listed)
+
+
+def about_key(key: Key) -> contextlib.AbstractContextManager[None]:
+    """Log lines of this key's passes name it."""
+    return about(key.namespace, key.name)
 
 
 def _identity() -> str:

@@ -9,6 +9,8 @@ from typing import Any
 from reprise_operator.naming import OWNER_UID_LABEL, digest
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.replicas import replicas_of, unplanned_autoscalers, with_replicas
+from reprise_operator.workloads import is_workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -46,6 +48,8 @@ class Apply:
     key: ChildKey
     manifest: Manifest
     uid: str | None
+    hand_over: int | None = None
+    """Number of pods that another field manager of ours applies first, as the manifest leaves it out (replicas.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +95,15 @@ def applied(manifest: Manifest, answer: Mapping[str, Any]) -> Applied:
 def fingerprint(manifest: Manifest, body: Mapping[str, Any]) -> str:
     """Digest of all in `body` that an edit of our fields would change.
 
-    The spec's part is metadata.generation; a kind without generations (Service) gives its whole spec. Of the metadata
-    only what we set counts: controllers write annotations of their own.
+    The spec's part is metadata.generation; a kind without generations gives whole what we set beside the metadata (a
+    Service its spec, a ConfigMap its data). Of the metadata only what we set counts: controllers write annotations of
+    their own.
     """
     ours, theirs = manifest["metadata"], body["metadata"]
     generation = theirs.get("generation")
     return digest(
         {
-            "spec": generation if generation else body.get("spec"),
+            "content": generation or {key: body.get(key) for key in manifest if key != "metadata"},
             "labels": {key: theirs.get("labels", {}).get(key) for key in ours.get("labels", {})},
             "annotations": {key: theirs.get("annotations", {}).get(key) for key in ours.get("annotations", {})},
             "owners": theirs.get("ownerReferences", []),
@@ -117,20 +122,26 @@ def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied
     """What to do now: nothing where the children are as they should be.
 
     Level-triggered: the answer depends on what is, not on what happened. A child that is being deleted is waited for,
-    one whose name is taken is left alone (`conflicts` says so), and one of ours that the Plan does not name is deleted.
+    one whose name is taken is left alone (`conflicts` says so), and one of ours that the Plan does not name is deleted;
+    a workload only as the pods of its successor come up (handover.py).
     """
     known = applied or {}
     planned = {key_of(manifest): manifest for manifest in plan.children}
     actions: list[Action] = []
-    for key, manifest in planned.items():
-        child = find_child(observed, key)
+    for key, made in planned.items():
+        child, manifest, hand_over = find_child(observed, key), made, None
+        if made is plan.autoscaler and unplanned_autoscalers(plan, observed):
+            continue  # two autoscalers of one workload write in turns: the old one is deleted and seen gone first
+        if made is plan.workload:
+            replicas = replicas_of(plan, child, observed)
+            manifest, hand_over = with_replicas(made, replicas.claimed), replicas.hand_over
         if child is None:
             actions.append(Apply(key=key, manifest=manifest, uid=None))
         elif not child.terminating and _is_ours(plan, child) and not _is_current(manifest, child, known.get(key)):
-            actions.append(Apply(key=key, manifest=manifest, uid=child.uid))
+            actions.append(Apply(key=key, manifest=manifest, uid=child.uid, hand_over=hand_over))
     for child in observed.children:
         key = ChildKey(kind=child.kind, name=child.name)
-        if child.owned and not child.terminating and key not in planned:
+        if child.owned and not child.terminating and key not in planned and not is_workload(child):
             actions.append(Delete(key=key, api_version=child.api_version, uid=child.uid))
     return tuple(actions)
 

@@ -9,56 +9,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.alias_generators import to_camel
 
-from reprise_operator.children.profiles import CPU_PROFILE, PROFILES
+from reprise_operator.accelerator_checks import check_accelerator
+from reprise_operator.cache_checks import check_prefix_caching
+from reprise_operator.children.strategy import is_zero
 from reprise_operator.resource import (
     UID,
     ClaimModel,
+    FetchedModel,
+    GatewaySpec,
     HostPathModel,
     Identity,
     InferenceService,
     ModelSource,
+    ModelSpec,
     Runtime,
     Spec,
     SpecError,
 )
+from reprise_operator.scaling_rules import check_autoscaling, check_disruption
 
 __all__ = [
     "MAX_CACHED_MODEL_LEN",
-    "NOT_YET",
     "RESERVED_FLAGS",
     "RESERVED_PATTERN",
     "Identity",
     "InferenceService",
     "SpecError",
+    "gateway_of",
     "identity_of",
     "parse",
 ]
 
 MAX_CACHED_MODEL_LEN = 65_536
 """vllm-ascend serves at most 64k tokens of context with prefix caching (the vendor's page on prefix caching)."""
-
-NOT_YET = (
-    "model.revision",
-    "model.secretRef",
-    "prefixCaching.hashAlgorithm",
-    "prefixCaching.isolation",
-    "prefixCaching.hostMemory",
-    "prefixCaching.persistence",
-    "prefixCaching.warmup",
-    "memory.autoTune",
-    "memory.floor",
-    "autoscaling",
-    "rollout",
-    "disruption",
-    "gateway",
-    "monitoring",
-)
-"""Fields of the schema that a later release honours."""
 
 RESERVED_FLAGS = {
     "model": "model.uri",
@@ -70,6 +58,11 @@ RESERVED_FLAGS = {
     "enable-prefix-caching": "prefixCaching.enabled",
     "block-size": "prefixCaching.blockSize",
     "prefix-caching-hash-algo": "prefixCaching.hashAlgorithm",
+    "prefix-cache-isolation": "prefixCaching.isolation",
+    "prefix-cache-isolation-secret": "prefixCaching.isolationSecretRef",
+    "prefix-cache-host-memory": "prefixCaching.hostMemory",
+    "warmup-prompts": "prefixCaching.warmup",
+    "warmup-timeout": "prefixCaching.warmup.timeoutSeconds",
     "gpu-memory-utilization": "memory.utilization",
     "enable-chunked-prefill": "chunkedPrefill.enabled",
     "tensor-parallel-size": "accelerator.count",
@@ -87,7 +80,10 @@ RESERVED_PATTERN = (
 _RESERVED = re.compile(RESERVED_PATTERN, re.DOTALL)
 _URI = re.compile(r"^(?P<scheme>[a-z0-9]+)://(?P<rest>.*)$", re.DOTALL)
 _CLAIM = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
-LATER_SCHEMES = ("hf", "modelscope", "s3")
+_HUB = re.compile(
+    r"^(?P<scheme>hf|modelscope)://(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^/@\s]+))?$", re.ASCII
+)
+_BUCKET = re.compile(r"^s3://(?P<place>[A-Za-z0-9][\w.-]*(/.*)?)$", re.ASCII | re.DOTALL)
 
 
 def identity_of(body: Mapping[str, Any]) -> Identity:
@@ -101,48 +97,30 @@ def identity_of(body: Mapping[str, Any]) -> Identity:
     )
 
 
+def gateway_of(body: Mapping[str, Any]) -> GatewaySpec | None:
+    """spec.gateway, also of a service that is refused for another field: its route, if it has one, is still there.
+    None when there is none, or none that can be read."""
+    gateway = (body.get("spec") or {}).get("gateway")
+    try:
+        return None if gateway is None else GatewaySpec.model_validate(gateway)
+    except ValidationError:
+        return None
+
+
 def parse(body: Mapping[str, Any]) -> InferenceService:
     """Body → typed service.
 
     Raises:
-        SpecError: `NotSupported` when a field is set that this release does not honour (all of them are named), else
-            `InvalidSpec` with the path of each wrong field.
+        SpecError: `InvalidSpec` with the path of each wrong field; `NotSupported` for what this release does not do.
     """
     raw = body.get("spec") or {}
-    unsupported = [path for path in NOT_YET if _is_set(raw, path)]
-    scheme = _scheme(raw)
-    if scheme in LATER_SCHEMES:
-        unsupported.insert(0, f"model.uri ({scheme}://)")
-    if unsupported:
-        fields = ", ".join(f"spec.{path}" for path in unsupported)
-        raise SpecError(
-            "NotSupported",
-            f"This release does not honour {fields}. Remove it to go on"
-            + ("; models are read from hostpath:///path or pvc://claim/path." if scheme in LATER_SCHEMES else "."),
-        )
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
         raise SpecError("InvalidSpec", _explain(error)) from None
-    service = InferenceService(identity=identity_of(body), spec=spec, source=_source(spec.model.uri))
+    service = InferenceService(identity=identity_of(body), spec=spec, source=_source(spec.model))
     _check_conflicts(service)
     return service
-
-
-def _is_set(raw: Mapping[str, Any], path: str) -> bool:
-    value: Any = raw
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return False
-        value = value[part]
-    return value is not None
-
-
-def _scheme(raw: Mapping[str, Any]) -> str | None:
-    model = raw.get("model")
-    uri = model.get("uri") if isinstance(model, Mapping) else None
-    match = _URI.match(uri) if isinstance(uri, str) else None
-    return match["scheme"] if match else None
 
 
 def _explain(error: ValidationError) -> str:
@@ -153,7 +131,55 @@ def _explain(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def _source(uri: str) -> ModelSource:
+def _source(model: ModelSpec) -> ModelSource:
+    source = _place(model.uri)
+    if isinstance(source, FetchedModel):
+        return _fetched(model, source)
+    fetching = {
+        "revision": model.revision,
+        "secretRef": model.secret_ref,
+        "cache": model.cache if model.cache.model_fields_set else None,
+    }
+    given = [f"spec.model.{name}" for name, value in fetching.items() if value is not None]
+    if given:
+        raise SpecError(
+            "InvalidSpec",
+            f"{', '.join(given)} is of models that are fetched (hf, modelscope, s3), but spec.model.uri is "
+            f"{model.uri!r}, which is there already: remove it.",
+        )
+    return source
+
+
+def _fetched(model: ModelSpec, source: FetchedModel) -> FetchedModel:
+    """`source` with the revision that counts."""
+    cache = model.cache
+    if cache.claim_name is not None and cache.size_limit is not None:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.model.cache.sizeLimit is of the volume that a pod has without spec.model.cache.claimName: drop one.",
+        )
+    if model.revision is None:
+        return source
+    if source.scheme == "s3":
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.model.revision is {model.revision!r}, but a bucket has no revisions: put it into the path.",
+        )
+    if source.revision is not None:
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.model.revision is {model.revision!r}, and spec.model.uri names @{source.revision}: give one.",
+        )
+    return replace(source, revision=model.revision)
+
+
+def _place(uri: str) -> ModelSource:
+    if (hub := _HUB.match(uri)) and ".." not in hub["name"]:
+        return FetchedModel(
+            scheme="hf" if hub["scheme"] == "hf" else "modelscope", location=hub["name"], revision=hub["revision"]
+        )
+    if (bucket := _BUCKET.match(uri)) and _is_clean(bucket["place"]):
+        return FetchedModel(scheme="s3", location=bucket["place"].rstrip("/"))
     match = _URI.match(uri)
     scheme, rest = (match["scheme"], match["rest"]) if match else (None, "")
     if scheme == "hostpath" and rest.startswith("/") and _is_clean(rest[1:]) and rest.strip("/"):
@@ -164,7 +190,8 @@ def _source(uri: str) -> ModelSource:
             return ClaimModel(claim=claim, path=path.strip("/"))
     raise SpecError(
         "InvalidSpec",
-        f"spec.model.uri is {uri!r}; it must be hostpath:///absolute/path or pvc://claim/path, without '..'.",
+        f"spec.model.uri is {uri!r}; it must be hostpath:///absolute/path or pvc://claim/path, without '..', "
+        "hf://org/name[@revision], modelscope://org/name[@revision] or s3://bucket/path.",
     )
 
 
@@ -181,7 +208,24 @@ def _check_conflicts(service: InferenceService) -> None:
                 "InvalidSpec",
                 f"spec.runtime.extraArgs repeats {flag}, which a field of the spec already sets; use that field.",
             )
-    _check_accelerator(service)
+    memory = spec.memory
+    if memory.floor is not None and memory.utilization is not None and memory.floor > memory.utilization:
+        raise SpecError(
+            "InvalidSpec",
+            f"spec.memory.floor is {memory.floor:g}, above spec.memory.utilization {memory.utilization:g}; lower it.",
+        )
+    check_accelerator(service)
+    check_autoscaling(spec)
+    check_disruption(spec)
+    check_prefix_caching(service)
+    if spec.gateway is not None:
+        _check_gateway(spec.gateway)
+    if is_zero(spec.rollout.max_surge) and is_zero(spec.rollout.max_unavailable):
+        raise SpecError(
+            "InvalidSpec",
+            "spec.rollout.maxSurge and spec.rollout.maxUnavailable are both 0; a change could replace no pod. Raise "
+            "one of them, or leave it out.",
+        )
     if spec.runtime.name is Runtime.VLLM_ASCEND:
         _check_vllm_ascend(service)
     elif spec.chunked_prefill.enabled is False and spec.model.max_model_len is None:
@@ -192,32 +236,38 @@ def _check_conflicts(service: InferenceService) -> None:
         )
 
 
-def _check_accelerator(service: InferenceService) -> None:
-    runtime, accelerator = service.spec.runtime.name, service.spec.accelerator
-    profile = PROFILES.get(accelerator.profile)
-    if profile is None:
+def _check_gateway(gateway: GatewaySpec) -> None:
+    picker = gateway.endpoint_picker
+    if not gateway.parent_refs and picker is None:
         raise SpecError(
             "InvalidSpec",
-            f"spec.accelerator.profile is {accelerator.profile!r}; it must be one of {', '.join(PROFILES)}.",
+            "spec.gateway asks for nothing: give spec.gateway.parentRefs, the Gateways of a route, or "
+            "spec.gateway.endpointPicker, for a pool.",
         )
-    if not profile.is_npu:
-        if runtime is Runtime.VLLM_ASCEND:
-            raise SpecError(
-                "InvalidSpec",
-                f"spec.accelerator.profile is {CPU_PROFILE}; the vllm-ascend runtime needs an NPU profile.",
-            )
-        given = accelerator.model_fields_set & {"count", "resource_name", "driver"}
-        if given:
-            fields = ", ".join(f"spec.accelerator.{to_camel(name)}" for name in sorted(given))
-            raise SpecError(
-                "InvalidSpec", f"spec.accelerator.profile is {CPU_PROFILE}, which has no device: remove {fields}."
-            )
-    elif runtime is Runtime.REPRISE and (accelerator.count or 0) > profile.minimum:
+    if gateway.hostnames and not gateway.parent_refs:
         raise SpecError(
-            "NotSupported",
-            f"This release does not honour spec.accelerator.count {accelerator.count} with the reprise runtime, which "
-            f"uses one device a pod. Set it to {profile.minimum} and raise spec.replicas, or use the vllm-ascend "
-            "runtime.",
+            "InvalidSpec",
+            "spec.gateway.hostnames is given without spec.gateway.parentRefs, the Gateways that shall serve them.",
+        )
+    if gateway.wants_pool and picker is None:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.inferencePool is true without spec.gateway.endpointPicker: give the name of a picker's "
+            "Service, or managed: true.",
+        )
+    if picker is not None and gateway.inference_pool is False:
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.endpointPicker needs a pool, and spec.gateway.inferencePool is false: remove one of the two.",
+        )
+    if picker is not None and picker.managed == (picker.name is not None):
+        raise SpecError(
+            "InvalidSpec",
+            "spec.gateway.endpointPicker must have either the name of a picker's Service, or managed: true.",
+        )
+    if picker is not None and not picker.managed and "resources" in picker.model_fields_set:
+        raise SpecError(
+            "InvalidSpec", "spec.gateway.endpointPicker.resources is of a managed picker; remove it, or the name."
         )
 
 

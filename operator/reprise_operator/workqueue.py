@@ -17,6 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -147,6 +148,8 @@ class WorkQueue(Generic[K]):
     clock: Callable[[], float] = time.monotonic
     schedule: Schedule[K] = field(default_factory=Schedule)
     on_error: Callable[[K, BaseException], None] | None = None
+    context: Callable[[K], AbstractContextManager[object]] = nullcontext
+    """Entered around the processing of a key, and what is logged of its outcome."""
     last_progress: float = field(init=False)
     """By `clock`: when a worker last took or finished a key, or found nothing to do."""
 
@@ -197,6 +200,10 @@ class WorkQueue(Generic[K]):
         return {task for task in running if not task.done()}
 
     async def _process(self, key: K) -> None:
+        with self.context(key):
+            await self._process_once(key)
+
+    async def _process_once(self, key: K) -> None:
         try:
             async with asyncio.timeout(self.timeout):
                 requeue_after = await self.handler(key)

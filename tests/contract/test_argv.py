@@ -6,15 +6,27 @@ The two distributions share no code, so this is what keeps them one product.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise_engine.entrypoints.arguments import API_KEY_VARIABLES, build_parser, server_options
+from reprise_engine.config import HashAlgorithm
+from reprise_engine.entrypoints.arguments import (
+    API_KEY_VARIABLES,
+    ISOLATION_VARIABLE,
+    ArgumentParser,
+    add_serve_arguments,
+    build_parser,
+    server_options,
+)
+from reprise_engine.server import pinning
 from reprise_engine.server.options import ServerOptions
+from reprise_operator.cache_checks import API_KEY_ENV
 from reprise_operator.children.args import MODEL_MOUNT
+from reprise_operator.children.prefix_cache import CACHE_MOUNT, ISOLATION_SECRET_ENV, WARMUP_SECONDS, prompts_file
 from reprise_operator.children.profiles import PROFILES
 from reprise_operator.plan import plan
 from reprise_operator.settings import ENGINE_PORT, Settings
@@ -30,7 +42,7 @@ def container(spec: Spec) -> Mapping[str, Any]:
         "metadata": {"name": "svc", "namespace": "ns", "uid": "u1", "generation": 1},
         "spec": plainest | spec,
     }
-    template = plan(parse(body), Settings()).deployment["spec"]["template"]
+    template = plan(parse(body), Settings()).workload["spec"]["template"]
     (only,) = template["spec"]["containers"]
     found: Mapping[str, Any] = only
     return found
@@ -67,6 +79,7 @@ def of(path: str) -> Any:
 
 
 MODEL = {"uri": "pvc://claim/folder"}
+WARMUP: Spec = {"prefixCaching": {"warmup": {"prompts": ["You are"], "timeoutSeconds": 45}}}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +98,29 @@ MODEL = {"uri": "pvc://claim/folder"}
         ({"prefixCaching": {"enabled": True}}, "engine.cache.enable_prefix_caching", True),
         ({"prefixCaching": {"enabled": False}}, "engine.cache.enable_prefix_caching", False),
         ({"prefixCaching": {"blockSize": 64}}, "engine.cache.block_size", 64),
+        *(
+            ({"prefixCaching": {"hashAlgorithm": algorithm}}, "engine.cache.prefix_caching_hash_algo", algorithm)
+            for algorithm in get_args(HashAlgorithm)
+        ),
+        ({"prefixCaching": {"isolation": "none"}}, "prefix_cache_isolation", "none"),
+        ({"prefixCaching": {"hostMemory": "1.5Gi"}}, "engine.cache.prefix_cache_host_memory", 3 * 2**29),
+        ({"prefixCaching": {"hostMemory": 0}}, "engine.cache.prefix_cache_host_memory", 0),
+        ({"prefixCaching": {"persistence": {"claimName": "c"}}}, "engine.cache.prefix_cache_dir", Path(CACHE_MOUNT)),
+        ({"prefixCaching": {"persistence": {"claimName": "c"}}}, "engine.cache.prefix_cache_disk_size", None),
+        ({"prefixCaching": {"persistence": {"size": "100G"}}}, "engine.cache.prefix_cache_dir", Path(CACHE_MOUNT)),
+        ({"prefixCaching": {"persistence": {"size": "100G"}}}, "engine.cache.prefix_cache_disk_size", 90 * 10**9),
+        (
+            {"prefixCaching": {"persistence": {"claimName": "c", "limit": "2Ti"}}},
+            "engine.cache.prefix_cache_disk_size",
+            2 * 2**40,
+        ),
+        (WARMUP, "warmup_prompts", Path("/etc/reprise/warmup/prompts.jsonl")),
+        (WARMUP, "warmup_timeout", 45.0),
+        (
+            {"prefixCaching": {"warmup": {"configMapKeyRef": {"name": "m", "key": "lines"}}}},
+            "warmup_prompts",
+            Path("/etc/reprise/warmup/prompts.txt"),
+        ),
         ({"memory": {"utilization": 0.55}}, "engine.cache.gpu_memory_utilization", 0.55),
         ({"model": {**MODEL, "maxModelLen": 65_536}}, "engine.cache.gpu_memory_utilization", 0.85),
         ({"chunkedPrefill": {"enabled": True}}, "engine.scheduler.enable_chunked_prefill", True),
@@ -144,6 +180,62 @@ def test_the_key_of_the_secret_is_taken_from_the_environment_and_never_from_an_a
     assert server_options(build_parser().parse_args(made["args"]), {entry["name"]: "s3cret"}).api_keys == ("s3cret",)
 
 
+def test_isolation_per_key_with_the_secret_of_its_own() -> None:
+    spec: Spec = {
+        "prefixCaching": {"isolation": "perKey", "isolationSecretRef": {"name": "salt"}},
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+    }
+    made = container(spec)
+    references = {
+        entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"]
+        for entry in made["env"]
+        if "secretKeyRef" in (entry.get("valueFrom") or {})
+    }
+    assert references == {"REPRISE_API_KEY": "keys", ISOLATION_VARIABLE: "salt"}
+    content = {"keys": "one\ntwo\n", "salt": "0123456789abcdef"}
+    options = understood(spec, {name: content[secret] for name, secret in references.items()})
+    assert options.prefix_cache_isolation == "per-key"
+    assert options.prefix_cache_isolation_secret == "0123456789abcdef"
+    assert options.api_keys == ("one", "two")
+
+
+def test_names_that_both_sides_know() -> None:
+    assert ISOLATION_SECRET_ENV == ISOLATION_VARIABLE
+    assert set(API_KEY_ENV) == set(API_KEY_VARIABLES)
+    parser = ArgumentParser()
+    add_serve_arguments(parser, positional_model=True)
+    assert parser.get_default("warmup_timeout") == WARMUP_SECONDS, "a pod's probe waits for as long as the engine does"
+
+
+def test_the_engine_reads_the_prompts_that_the_operator_writes(tmp_path: Path) -> None:
+    prompts = ["You are helpful.\nBe brief.", '{"quoted": "\u2028"}', "  spaces  ", "x" * 5000]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(prompts_file(prompts), encoding="utf-8")
+    read = pinning._read(file)
+    assert [body.prompt for _, body in read if not isinstance(body, str)] == prompts
+
+
+def test_with_the_cache_off_the_engine_is_told_nothing_more_of_it() -> None:
+    """It refuses tiers without a cache: switching it off must be one field."""
+    options = understood(
+        {
+            "prefixCaching": {
+                "enabled": False,
+                "hashAlgorithm": "xxhash",
+                "isolation": "perKey",
+                "isolationSecretRef": {"name": "salt"},
+                "hostMemory": "8Gi",
+                "persistence": {"size": "1Gi"},
+                "warmup": {"prompts": ["a"]},
+            },
+            "auth": {"apiKeySecretRef": {"name": "keys"}},
+        },
+        {"REPRISE_API_KEY": "k"},
+    )
+    assert not options.engine.cache.enable_prefix_caching
+    assert options.warmup_prompts is None
+
+
 def engine_flags() -> set[str]:
     """Long flags of `reprise serve`, without the dashes and the no- forms."""
     parser = build_parser()
@@ -183,6 +275,9 @@ def test_an_argument_that_the_engine_does_not_know_ends_it_with_one_line(capsys:
     length=st.none() | st.integers(1, 200_000),
     utilization=st.none() | st.integers(1, 98).map(lambda percent: percent / 100),
     chunked=st.none() | st.booleans(),
+    host=st.none() | st.sampled_from(["1Gi", "0", "123M"]),
+    volume=st.none() | st.fixed_dictionaries({"size": st.sampled_from(["1Gi", 5_000_000_001])}),
+    warm=st.none() | st.fixed_dictionaries({"prompts": st.just(["a"]), "timeoutSeconds": st.integers(1, 86_400)}),
     name=st.none() | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,40}", fullmatch=True),
 )
 def test_any_combination_of_fields_means_to_the_engine_what_it_says(
@@ -191,11 +286,14 @@ def test_any_combination_of_fields_means_to_the_engine_what_it_says(
     length: int | None,
     utilization: float | None,
     chunked: bool | None,
+    host: str | None,
+    volume: Spec | None,
+    warm: Spec | None,
     name: str | None,
 ) -> None:
     spec: Spec = {
         "model": MODEL | _given(servedName=name, maxModelLen=length),
-        "prefixCaching": _given(enabled=enabled, blockSize=block),
+        "prefixCaching": _given(enabled=enabled, blockSize=block, hostMemory=host, persistence=volume, warmup=warm),
         "memory": _given(utilization=utilization),
         "chunkedPrefill": _given(enabled=chunked),
     }
@@ -209,6 +307,10 @@ def test_any_combination_of_fields_means_to_the_engine_what_it_says(
     assert options.engine.cache.enable_prefix_caching is (enabled is not False)
     assert options.engine.cache.block_size == block
     assert options.engine.scheduler.enable_chunked_prefill is (chunked is not False)
+    on = enabled is not False
+    assert (options.engine.cache.prefix_cache_dir is not None) is (on and volume is not None)
+    assert (options.warmup_prompts is not None) is (on and warm is not None)
+    assert (options.engine.cache.prefix_cache_host_memory > 0) is (on and host not in (None, "0"))
     share = options.engine.cache.gpu_memory_utilization
     assert share == utilization if utilization is not None else 0.85 <= share <= 0.9
 

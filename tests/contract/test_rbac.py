@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import helm_python
 import pytest
 import yaml
 from aiohttp import web
@@ -21,9 +22,11 @@ from reprise_operator.api import Api, ClusterError, Fault
 from reprise_operator.cluster import Cluster, Key
 from reprise_operator.kinds import (
     ADMISSION_PERMISSIONS,
-    CHILD_TYPES,
+    ALL_CHILD_TYPES,
     CLUSTER_PERMISSIONS,
     LEASE_PERMISSIONS,
+    NODE_PERMISSIONS,
+    OPTIONAL_TYPES,
     PERMISSIONS,
     WATCH_PERMISSIONS,
     Permission,
@@ -85,6 +88,14 @@ def test_all_namespaces() -> None:
     }
 
 
+def test_nodes_are_listed_only_where_it_is_asked_for() -> None:
+    assert bound_roles(render({"rbac": {"readNodes": True}}))["ClusterRole", None] == union(
+        SERVED, CLUSTER_PERMISSIONS, NODE_PERMISSIONS
+    )
+    with pytest.raises(helm_python.HelmError, match=r"rbac\.readNodes needs all namespaces"):
+        render({"rbac": {"readNodes": True}, "watchNamespace": "models"})
+
+
 def test_one_namespace_needs_nothing_of_the_cluster() -> None:
     manifests = render({"watchNamespace": "models"})
     assert bound_roles(manifests) == {("Role", "models"): SERVED, ("Role", NAMESPACE): dict(LEASE_PERMISSIONS)}
@@ -92,9 +103,23 @@ def test_one_namespace_needs_nothing_of_the_cluster() -> None:
 
 
 def test_secrets_can_be_left_out_and_are_never_listed() -> None:
-    assert SERVED["", "secrets"] == {"get"}
     without = bound_roles(render({"rbac": {"checkSecrets": False}}))["ClusterRole", None]
     assert ("", "secrets") not in without
+
+
+@pytest.mark.parametrize(
+    ("value", "kinds"),
+    [
+        ("gateway", {"inferencepools", "httproutes"}),
+        ("podMonitors", {"podmonitors"}),
+        ("keda", {"scaledobjects"}),
+    ],
+)
+def test_each_optional_kind_can_be_left_out(value: str, kinds: set[str]) -> None:
+    without = bound_roles(render({"rbac": {value: False}}))["ClusterRole", None]
+    everything = bound_roles(render())["ClusterRole", None]
+    assert {plural for _, plural in everything.keys() - without.keys()} == kinds
+    assert kinds <= {kind.plural for kind in OPTIONAL_TYPES}
 
 
 def test_no_wildcards_and_no_escalation() -> None:
@@ -132,30 +157,71 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             cluster = Cluster(api)
             await cluster.list_services(None)
             await cluster.get_service(Key("n", "x"))
-            for kind in CHILD_TYPES:
+            for kind in ALL_CHILD_TYPES:
                 manifest = {
                     "apiVersion": kind.api_version,
                     "kind": kind.kind,
                     "metadata": {"name": "x", "namespace": "n"},
                 }
-                await cluster.children("n", owner_uid="u", selector={}, planned=[(kind.kind, "x")])
+                await cluster.children("n", owner_uid="u", selector={}, planned=[(kind.kind, "x")], optional=[kind])
                 await cluster.apply(manifest, present=None)
                 await cluster.delete("n", kind=kind.kind, name="x", uid="u")
+            await cluster.scale("n", kind="Deployment", name="x", uid="u", replicas=1)
+            await cluster.delete("n", kind="Pod", name="x", uid="u")
             await cluster.pods("n", {})
+            await cluster.log_tail("n", "x", "engine")
             await cluster.replica_sets("n", {})
             await cluster.missing_secrets("n", ["x"])
+            await cluster.pod_events("n", "u")
+            await cluster.contents("Secret", "n", "x")
+            await cluster.contents("ConfigMap", "n", "x")
             await cluster.missing_claims("n", ["x"])
+            await cluster.pod_log("n", "x", "c", previous=True)
+            await cluster.job("n", "x")
+            await cluster.create_job(manifest)
+            await cluster.delete_job("n", "x")
+            await cluster.nodes_and_pods()
+            await cluster.missing_config_maps("n", ["x"])
             await cluster.create_event("n", {})
             await cluster.patch_event("n", "x", {})
             service = {"metadata": {"name": "x", "namespace": "n", "resourceVersion": "1"}}
             await cluster.patch_status(service, {"url": "http://x"})
     finally:
         await runner.cleanup()
+    asked["", "pods/log"] = {"get"} & asked["", "pods"]
+    asked["", "pods"] -= {"get"}
     asked[GROUP, f"{PLURAL}/status"] = {"patch"} & asked[GROUP, PLURAL]
     asked[GROUP, PLURAL] -= {"patch"}
-    for kind in CHILD_TYPES:
+    for kind in ALL_CHILD_TYPES:
         asked[kind.group, kind.plural].add("create")  # an apply that creates is authorized as both
-    assert union(asked) == union(PERMISSIONS)
+    assert union(asked) == union(PERMISSIONS, NODE_PERMISSIONS)
+
+
+def test_endpoint_pickers_get_their_rights_from_the_chart_and_may_only_read() -> None:
+    """The operator could give rights only if it had them; so whoever installs the chart gives them."""
+    manifests = render({"endpointPicker": {"namespaces": ["llm", "team-b"], "serviceAccount": "pickers"}})
+    accounts = [
+        manifest["metadata"]["namespace"]
+        for manifest in manifests
+        if manifest["kind"] == "ServiceAccount" and manifest["metadata"]["name"] == "pickers"
+    ]
+    assert accounts == ["llm", "team-b"]
+    roles = [role for role in manifests if role["kind"] == "Role" and role["metadata"]["namespace"] in accounts]
+    assert [role["metadata"]["namespace"] for role in roles] == accounts
+    for role in roles:
+        table = granted(role)
+        assert {verb for verbs in table.values() for verb in verbs} == {"get", "list", "watch"}
+        assert {("", "pods"), ("inference.networking.k8s.io", "inferencepools")} <= set(table)
+        assert ("", "secrets") not in table
+    bindings = [
+        binding
+        for binding in manifests
+        if binding["kind"] == "RoleBinding" and binding["metadata"]["namespace"] in accounts
+    ]
+    for binding in bindings:
+        namespace = binding["metadata"]["namespace"]
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "pickers", "namespace": namespace}]
+    assert len(bindings) == 2
 
 
 # With the account's own token, on an API server that has RBAC -------------------------------------------------------

@@ -12,10 +12,11 @@ import pytest
 from tests.e2e.named_cluster import named_site
 from tests.e2e.site import Site
 from tests.support.apiserver import ApiServer
-from tests.support.cluster import ClusterConfig, start_cluster
+from tests.support.cluster import ENGINE_IMAGE, ClusterConfig, engine_image, start_cluster
 from tests.support.kubectl import Kubectl, eventually, namespace
 from tests.support.request_recorder import recording
 from tests.support.tiny_models import make_tiny_model
+from tests.support.vllm_image import vllm_images
 
 NAMESPACE = "e2e"
 # Short, so that tests need not wait for minutes; the proportions are those of the defaults.
@@ -47,6 +48,7 @@ def _own_site(api: ApiServer, folder: Path) -> Iterator[Site]:
             folder=folder / "run",
             npus=2,
             host_paths={"/models": models},
+            images={ENGINE_IMAGE: engine_image(), **vllm_images()},
             operator_args=OPERATOR_ARGS,
             operator_kubeconfig=requests.kubeconfig,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 
+from tests.support.gitops import kstatus
 from tests.support.kubectl import Kubectl, eventually
 from tests.support.node_client import Manifest
 from tests.support.request_recorder import RequestRecorder
@@ -156,22 +157,7 @@ class Deployed:
 
     def wait_gone(self, *, within: float = 90.0) -> None:
         def left() -> list[str]:
-            kinds = "deployments,replicasets,services,pods"
+            kinds = "deployments,replicasets,statefulsets,services,configmaps,pods"
             return self.kubectl("get", kinds, "-l", f"{NAME_LABEL}={self.name}", "-o", "name").split()
 
         eventually(lambda: not left(), f"children of {self.name} are gone", within=within)
-
-
-def kstatus(body: Manifest) -> str:
-    """What Flux (kstatus) makes of an object: Terminating, InProgress, Failed or Current, in its order of questions."""
-    if body["metadata"].get("deletionTimestamp"):
-        return "Terminating"
-    status = body.get("status") or {}
-    if status.get("observedGeneration", body["metadata"]["generation"]) != body["metadata"]["generation"]:
-        return "InProgress"
-    held = {condition["type"]: condition["status"] for condition in status.get("conditions") or ()}
-    if held.get("Reconciling") == "True":
-        return "InProgress"
-    if held.get("Stalled") == "True":
-        return "Failed"
-    return "Current" if held.get("Ready", "True") == "True" else "InProgress"

@@ -62,8 +62,8 @@ def test_a_secret_that_does_not_exist_and_then_does(site: Site) -> None:
 
 def test_a_model_that_is_not_there(site: Site) -> None:
     with site.deployed("modelless", {"model": {"uri": "hostpath:///models/absent"}}) as service:
-        message = service.wait_condition("Stalled", "True", "ModelNotFound", within=180)
-        assert "/model" in message
+        message = service.wait_condition("Stalled", "True", "VolumeMountFailed", within=180)
+        assert "/models/absent is not a directory" in message
 
 
 def test_a_wrong_engine_argument_is_quoted(site: Site) -> None:

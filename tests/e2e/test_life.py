@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from tests.e2e.conversation import Conversation
-from tests.e2e.site import Deployed, Site, kstatus
+from tests.e2e.site import Deployed, Site
+from tests.support.gitops import kstatus
 from tests.support.kubectl import eventually, secret
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
@@ -194,13 +195,13 @@ def test_caching_off_rolls_out_and_is_reported(served: Deployed) -> None:
 
 def test_a_field_not_honoured_is_named_while_pods_go_on(served: Deployed) -> None:
     before = served.pod_uids()
-    served.patch({"model": {"revision": "main"}})
+    served.patch({"prefixCaching": {"persistence": {"size": "1Gi"}}, "rollout": {"maxSurge": 1}})
     message = served.wait_condition("Stalled", "True", "NotSupported", within=30)
-    assert "spec.model.revision" in message
+    assert "spec.rollout.maxSurge" in message
     assert served.pod_uids() == before
     with served.client() as client:
         assert Conversation(client=client, model="served").say("Still there?").completion_tokens > 0
-    served.patch({"model": {"revision": None}})
+    served.patch({"prefixCaching": {"persistence": None}, "rollout": None})
     served.wait_ready()
     assert served.pod_uids() == before
 

@@ -101,6 +101,8 @@ def test_keys_come_from_the_environment_too_and_never_show() -> None:
     made = options("m", "--api-key", "a", environment={"VLLM_API_KEY": "b", "REPRISE_API_KEY": "c\n"})
     assert set(made.api_keys) == {"a", "b", "c"}
     assert "api_keys" not in repr(made)
+    several = options("m", environment={"REPRISE_API_KEY": "one\n\n  two \r\nthree\n"})
+    assert several.api_keys == ("one", "two", "three"), "a Secret with a key a line"
     with pytest.raises(ConfigError, match="REPRISE_API_KEY is set, but empty"):
         options("m", environment={"REPRISE_API_KEY": " "})
     with pytest.raises(ConfigError, match="--api-key is empty"):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from reprise_engine.config import CacheConfig
-from reprise_engine.errors import InsufficientMemory
+from reprise_engine.errors import InsufficientMemory, OutOfMemory
 from reprise_engine.memory import BlockShape, KVPlan, MemoryFacts, plan_kv_blocks
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
 
@@ -76,11 +76,12 @@ def test_without_a_limit_the_least_of_three(free: int, max_num_seqs: int, expect
 
 def test_on_an_npu_utilization_is_of_the_device_and_must_be_free() -> None:
     assert plan(NPU, CacheConfig(gpu_memory_utilization=0.9)).num_blocks == int(0.9 * 64 * 1024) - 19 * 1024
-    with pytest.raises(
-        InsufficientMemory, match=r"--gpu-memory-utilization is 0\.90.*57\.60 GiB.*only 30\.00 GiB"
-    ) as e:
+    with pytest.raises(OutOfMemory, match=r"--gpu-memory-utilization is 0\.90.*57\.60 GiB.*only 30\.00 GiB") as e:
         plan(replace(NPU, free=30 * GIB))
     assert "Lower it to 0.46" in str(e.value)
+    assert str(e.value).startswith("memory=npu phase=kv-cache: "), "a smaller share would have room"
+    with pytest.raises(OutOfMemory, match=r"^memory=npu phase=weights: .*does not hold this model"):
+        plan(replace(NPU, free=10 * GIB))
 
 
 def test_an_npu_tensor_is_capped_at_int32_elements() -> None:
@@ -197,7 +198,7 @@ def test_a_step_that_takes_all_the_memory_may_be_made_smaller() -> None:
 )
 def test_a_busy_npu_gets_advice_that_works(free: int, advice: str) -> None:
     busy = replace(NPU, free=free)
-    with pytest.raises(InsufficientMemory) as caught:
+    with pytest.raises(OutOfMemory) as caught:
         plan(busy, max_model_len=20_000)
     assert advice in str(caught.value)
     assert "to 0.00" not in str(caught.value)

@@ -23,6 +23,7 @@ import pytest
         "text",
         "server",
         "bench",
+        "fetch",
     ],
 )
 def test_importing_leaves_torch_out(module: str) -> None:

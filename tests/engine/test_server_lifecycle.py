@@ -22,7 +22,7 @@ import pytest
 from reprise_engine.errors import ConfigError, EngineDead
 from reprise_engine.server.defaults import load_defaults
 from tests.support.engine_server import fake_options, running_server
-from tests.support.fake_engine import write_model
+from tests.support.fake_engine import NPU_OUT_OF_MEMORY, write_model
 
 RUN = """
 import sys
@@ -125,18 +125,31 @@ def test_a_dead_engine_is_told_to_everybody_and_ends_the_server(tmp_path: Path) 
         assert isinstance(result, EngineDead)
 
 
-def test_a_death_exits_1_and_leaves_one_line_for_the_kubelet(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "line"),
+    [
+        (
+            "~",
+            "EngineDead: The engine process was killed by SIGKILL; "
+            "SIGKILL is what the kernel sends when memory runs out.\n",
+        ),
+        (
+            "^",
+            f"OutOfMemory: memory=npu phase=running: {NPU_OUT_OF_MEMORY} "
+            "Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs.\n",
+        ),
+    ],
+    ids=["killed", "out of memory"],
+)
+def test_a_death_exits_1_and_leaves_one_line_for_the_kubelet(tmp_path: Path, prompt: str, line: str) -> None:
     words = tmp_path / "termination-log"
     words.touch()
     with server_process(tmp_path / "m", TERMINATION_LOG_PATH=str(words)) as (process, client):
         wait_for(client, 200)
-        assert client.post("/v1/completions", json={"prompt": "~"}).status_code == 503
+        assert client.post("/v1/completions", json={"prompt": prompt}).status_code == 503
         code, _ = end(process)
         assert code == 1
-        assert words.read_text() == (
-            "EngineDead: The engine process was killed by SIGKILL; "
-            "SIGKILL is what the kernel sends when memory runs out.\n"
-        )
+        assert words.read_text() == line
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,11 @@ def test_a_death_exits_1_and_leaves_one_line_for_the_kubelet(tmp_path: Path) -> 
         ("build_missing", "ModelNotFound: model '{model}' does not exist"),
         ("build_unsupported", "UnsupportedModel: the architecture is multimodal"),
         ("build_buggy", "RepriseError: ZeroDivisionError: a bug"),
+        (
+            "build_out_of_memory",
+            f"OutOfMemory: memory=npu phase=kv-cache: {NPU_OUT_OF_MEMORY} "
+            "Lower --gpu-memory-utilization, or end what else uses this memory.",
+        ),
     ],
 )
 def test_a_failed_load_exits_1_with_one_line(tmp_path: Path, builder: str, message: str) -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from reprise_operator.hitrate import HitRateWindow
+from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
 from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan, plan
+from reprise_operator.release import Release
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
 from reprise_operator.status import build_status
@@ -42,13 +44,21 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def planned(spec: Mapping[str, Any] | None = None, *, name: str = "qwen", generation: int = 1) -> Plan:
-    return plan(parse(body(spec, name=name, generation=generation)), SETTINGS)
+def planned(
+    spec: Mapping[str, Any] | None = None,
+    *,
+    name: str = "qwen",
+    generation: int = 1,
+    available: frozenset[ResourceType] = frozenset(OPTIONAL_TYPES),
+    read_nodes: bool = False,
+) -> Plan:
+    settings = replace(SETTINGS, read_nodes=read_nodes)
+    return plan(parse(body(spec, name=name, generation=generation)), settings, available=available)
 
 
 def container(of: Plan) -> dict[str, Any]:
-    """The engine container of the planned Deployment."""
-    return dict(of.deployment["spec"]["template"]["spec"]["containers"][0])
+    """The engine container of the planned workload."""
+    return dict(of.workload["spec"]["template"]["spec"]["containers"][0])
 
 
 def child(manifest: Manifest, *, owned: bool = True, terminating: bool = False, **status: Any) -> ObservedChild:
@@ -56,7 +66,7 @@ def child(manifest: Manifest, *, owned: bool = True, terminating: bool = False, 
     stored = merged(
         manifest, {"metadata": {"uid": f"uid-{manifest['kind']}", "resourceVersion": "7"}, "status": status}
     )
-    if manifest["kind"] == "Deployment":
+    if manifest["kind"] in ("Deployment", "StatefulSet"):
         stored["metadata"]["generation"] = 3
     return ObservedChild(
         api_version=manifest["apiVersion"],
@@ -125,12 +135,12 @@ def deployment_status(
 
 
 def observed(of: Plan, *pods: ObservedPod, status: Mapping[str, Any] | None = None, **changes: Any) -> Observed:
-    """Both children applied, the Deployment with `status`, and these pods."""
+    """All children applied, the workload with `status`, and these pods."""
     found = Observed(
         at=NOW,
         children=(
-            child(of.network_service),
-            child(of.deployment, **(deployment_status() if status is None else status)),
+            *(child(manifest) for manifest in of.children if manifest is not of.workload),
+            child(of.workload, **(deployment_status() if status is None else status)),
         ),
         pods=pods,
         template_hash=CURRENT,
@@ -149,8 +159,11 @@ def status_of(
     *,
     hits: HitRateWindow | None = None,
     now: float = NOW,
+    release: Release | None = None,
 ) -> dict[str, Any]:
-    return build_status(of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS)
+    return build_status(
+        of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS, release=release
+    )
 
 
 def conditions(status: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from reprise_operator.kinds import OPTIONAL_TYPES
 from reprise_operator.plan import plan
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
@@ -31,10 +32,10 @@ def output(name: str) -> Path:
 
 
 def render(path: Path) -> str:
-    """The children of the InferenceService in `path`, as YAML documents."""
+    """The children of the InferenceService in `path`, as YAML documents, where every optional kind is there."""
     given = yaml.safe_load(path.read_text())
     given["metadata"] = {"namespace": "default", "uid": UID, "generation": 1, **given["metadata"]}
-    made = plan(parse(given), Settings())
+    made = plan(parse(given), Settings(), available=frozenset(OPTIONAL_TYPES))
     # Copied, since YAML would write what two children share as an anchor.
     return yaml.safe_dump_all([copy.deepcopy(dict(child)) for child in made.children], sort_keys=False, width=120)
 

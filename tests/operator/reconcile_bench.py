@@ -14,11 +14,14 @@ from aiohttp import web
 
 from reprise_operator.api import Api, load_connection
 from reprise_operator.cluster import Cluster, Key
+from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
 from reprise_operator.metrics import OperatorMetrics
+from reprise_operator.mounts import MountReader
 from reprise_operator.observe import Scraper
 from reprise_operator.reconcile import Reconciler
+from reprise_operator.rotation import ReferenceKey, ReferenceReader
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -44,14 +47,27 @@ class Engine:
 
     queries: int = 0
     hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    caching: bool = True
+    block_size: int = 16
+    status: int = 200
     port: int = 0
+    instead: bytes | None = None
+    """Answered in the place of the figures."""
 
     async def metrics(self, _: web.Request) -> web.Response:
-        labels = 'enable_prefix_caching="True",gpu_memory_utilization="0.9",block_size="16",num_gpu_blocks="600"'
+        if self.instead is not None:
+            return web.Response(body=self.instead, content_type="text/plain")
+        labels = f'enable_prefix_caching="{self.caching}",block_size="{self.block_size}"'
+        labels += ',gpu_memory_utilization="0.9",num_gpu_blocks="600"'
+        misses = (
+            f'reprise:prefix_cache_misses_total{{reason="{reason}"}} {count}\n' for reason, count in self.misses.items()
+        )
         return web.Response(
-            text=f"vllm:prefix_cache_queries_total {self.queries}\n"
+            status=self.status,
+            text=f"{''.join(misses)}vllm:prefix_cache_queries_total {self.queries}\n"
             f"vllm:prefix_cache_hits_total {self.hits}\n"
-            f"vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{{{labels}}} 1\n"
+            f"vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{{{labels}}} 1\n",
         )
 
 
@@ -65,17 +81,19 @@ class Bench:
     clock: Clock
     settings: Settings
     requests: list[tuple[str, str]] = field(default_factory=list)
+    woken: list[Key] = field(default_factory=list)
+    """Whom a pass has asked to be looked at."""
 
     @property
     def key(self) -> Key:
         return Key(self.kubectl.namespace, NAME)
 
-    def apply(self, spec: dict[str, Any] | None = None) -> None:
+    def apply(self, spec: dict[str, Any] | None = None, *, name: str = NAME) -> None:
         self.kubectl.apply(
             {
                 "apiVersion": "serving.reprise.io/v1alpha1",
                 "kind": "InferenceService",
-                "metadata": {"name": NAME},
+                "metadata": {"name": name},
                 "spec": {"model": {"uri": "hostpath:///m"}, "accelerator": {"profile": "cpu"}, **(spec or {})},
             }
         )
@@ -126,12 +144,18 @@ class Bench:
         ours.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
         return [(event["type"], event["reason"]) for event in ours]
 
+    def notes(self, reason: str) -> list[str]:
+        """Messages of the events of that reason, in the order they were written."""
+        found = [event for event in self.kubectl.list("events") if event["reason"] == reason]
+        found.sort(key=lambda event: int(event["metadata"]["resourceVersion"]))
+        return [event["message"] for event in found if event["involvedObject"]["kind"] == "InferenceService"]
+
     def pods(self) -> list[dict[str, Any]]:
         return [dict(pod) for pod in self.kubectl.list("pods") if "deletionTimestamp" not in pod["metadata"]]
 
     def kubelet_says(self, **status: Any) -> None:
-        """Writes the status of every pod."""
-        for pod in eventually(self.pods, "there are pods"):
+        """Writes the status of every pod, the oldest first: a rollout ends it as soon as its successor is ready."""
+        for pod in sorted(eventually(self.pods, "there are pods"), key=_age):
             self.kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
 
     async def make_ready(self) -> None:
@@ -145,14 +169,24 @@ class Bench:
                 {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
             ],
         )
-        eventually(lambda: self.child("deployment")["status"].get("availableReplicas"), "the Deployment is available")
+
+        def available() -> bool:
+            deployment = self.child("deployment")
+            return bool(deployment["status"].get("availableReplicas", 0) == deployment["spec"]["replicas"])
+
+        eventually(available, "the Deployment is available")
         await self.settle()
         assert self.condition("Ready")[0] == "True"
 
 
+def _age(pod: dict[str, Any]) -> tuple[str, int]:
+    """The second it was made in is not enough: of two of one second the lower version was written before."""
+    return pod["metadata"]["creationTimestamp"], int(pod["metadata"]["resourceVersion"])
+
+
 @asynccontextmanager
 async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
-    engine, clock, requests = Engine(), Clock(), list[tuple[str, str]]()
+    engine, clock, requests, woken = Engine(), Clock(), list[tuple[str, str]](), list[Key]()
     metrics = OperatorMetrics()
 
     def on_request(verb: str, resource: ResourceType, outcome: str) -> None:
@@ -171,14 +205,26 @@ async def open_bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
         cluster = Cluster(api)
         reconciler = Reconciler(
             cluster=cluster,
+            kinds=OptionalKinds(cluster, namespace=kubectl.namespace, period=60.0),
             scraper=scraper,
             recorder=Recorder(cluster, instance="test", clock=clock),
             settings=settings,
             metrics=metrics,
             health=WatchHealth(),
+            wake=woken.append,
             clock=clock,
+            mounts=MountReader(clock=clock),
+            references=ReferenceReader(ReferenceKey(b"the key of this bench"), clock=clock),
         )
+        await reconciler.kinds.poll()
+        requests.clear()
         yield Bench(
-            kubectl=kubectl, reconciler=reconciler, engine=engine, clock=clock, settings=settings, requests=requests
+            kubectl=kubectl,
+            reconciler=reconciler,
+            engine=engine,
+            clock=clock,
+            settings=settings,
+            requests=requests,
+            woken=woken,
         )
     await runner.cleanup()

@@ -20,7 +20,7 @@ VLLM = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 32_768}}
 
 
 def pod_spec(of: Plan) -> dict[str, Any]:
-    return dict(of.deployment["spec"]["template"]["spec"])
+    return dict(of.workload["spec"]["template"]["spec"])
 
 
 def by_name(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -232,7 +232,7 @@ def test_a_loading_model_is_not_killed_by_a_probe() -> None:
     engine = container(planned())
     probe = engine["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == STARTUP_SECONDS >= 1800
-    assert planned().deployment["spec"]["progressDeadlineSeconds"] > STARTUP_SECONDS
+    assert planned().workload["spec"]["progressDeadlineSeconds"] > STARTUP_SECONDS
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert engine[name]["httpGet"]["path"] == "/health"
         assert engine[name]["httpGet"]["port"] == "http"
@@ -251,9 +251,9 @@ def test_a_pod_drains_before_it_ends(spec: dict[str, Any], seconds: int) -> None
 @pytest.mark.parametrize(
     ("uri", "volume", "path"),
     [
-        ("hostpath:///data/qwen", {"hostPath": {"path": "/data/qwen", "type": ""}}, "/model"),
-        ("hostpath:///data/q.gguf", {"hostPath": {"path": "/data", "type": ""}}, "/model/q.gguf"),
-        ("hostpath:///q.gguf", {"hostPath": {"path": "/", "type": ""}}, "/model/q.gguf"),
+        ("hostpath:///data/qwen", {"hostPath": {"path": "/data/qwen", "type": "Directory"}}, "/model"),
+        ("hostpath:///data/q.gguf", {"hostPath": {"path": "/data", "type": "Directory"}}, "/model/q.gguf"),
+        ("hostpath:///q.gguf", {"hostPath": {"path": "/", "type": "Directory"}}, "/model/q.gguf"),
         ("pvc://m", {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}}, "/model"),
         ("pvc://m/a/b", {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}}, "/model/a/b"),
     ],
@@ -311,7 +311,7 @@ def test_the_pod_template_is_merged() -> None:
         "volumeMounts": [{"name": "x", "mountPath": "/x"}],
     }
     plan = planned({"podTemplate": template, "runtime": {"imagePullSecrets": [{"name": "pull"}]}})
-    metadata, spec = plan.deployment["spec"]["template"]["metadata"], pod_spec(plan)
+    metadata, spec = plan.workload["spec"]["template"]["metadata"], pod_spec(plan)
     assert metadata["labels"]["team"] == "a"
     assert metadata["labels"]["app.kubernetes.io/name"] == "chat"
     assert metadata["labels"]["llm-d.ai/engine-type"] == "vllm"
@@ -336,18 +336,16 @@ def test_nobody_can_take_a_pod_out_of_the_selector() -> None:
     labels = {"serving.reprise.io/name": "other", "app.kubernetes.io/managed-by": "me"}
     plan = planned({"podTemplate": {"metadata": {"labels": labels}}})
     assert (
-        plan.deployment["spec"]["template"]["metadata"]["labels"] | plan.deployment["spec"]["selector"]["matchLabels"]
-        == plan.deployment["spec"]["template"]["metadata"]["labels"]
+        plan.workload["spec"]["template"]["metadata"]["labels"] | plan.workload["spec"]["selector"]["matchLabels"]
+        == plan.workload["spec"]["template"]["metadata"]["labels"]
     )
-    assert (
-        plan.deployment["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "reprise-operator"
-    )
+    assert plan.workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "reprise-operator"
 
 
 def test_a_rollout_on_npus_waits_for_no_spare_device() -> None:
     """Fault operator 7: no free device for the surge pod, and the rollout waited for ever."""
-    assert planned().deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
-    assert planned(CPU).deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert planned().workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert planned(CPU).workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
 
 
 # Service ------------------------------------------------------------------------------------------------------------

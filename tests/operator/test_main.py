@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,10 +13,13 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.options import JsonFormatter, parse_options
+from reprise_operator.kinds import POD_MONITORS
+from reprise_operator.options import parse_options
+from tests.operator.operator_process import Process, ended
+from tests.operator.optional_crds import install, none_left, remove
 from tests.support.kubectl import Kubectl, eventually
 
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "serving.reprise.io/v1alpha1",
     "kind": "InferenceService",
     "metadata": {"name": "qwen"},
@@ -40,8 +37,30 @@ def test_flags_and_environment() -> None:
     assert (options.settings.namespace, options.settings.scrape_seconds, options.settings.workers) == ("models", 2.5, 2)
     assert (options.settings.reprise_image, options.log_level, options.lease_namespace) == ("r:1", "debug", None)
     assert parse_options(["run", "-A"], {}).settings.namespace is None
+    assert parse_options(["run", "-A"], {}).settings.prometheus_url is None
+    assert parse_options(["run", "-A", "--prometheus-url=http://p:9090"], {}).settings.prometheus_url == "http://p:9090"
+    assert parse_options(["run", "-A"], {}).settings.read_nodes is False
+    assert parse_options(["run", "-A", "--read-nodes"], {}).settings.read_nodes is True
+    assert parse_options(["run", "-A"], {"REPRISE_OPERATOR_READ_NODES": "true"}).settings.read_nodes is True
     assert parse_options(["run", "-n", "x"], {}).settings.namespace == "x"
     assert parse_options(["run"], {"REPRISE_OPERATOR_ALL_NAMESPACES": "true"}).settings.namespace is None
+
+
+def test_the_key_of_the_hashes_comes_from_a_file_and_shows_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    options = parse_options(["run", "-A", f"--reference-key-file={file}"], {})
+    assert options.reference_key == b"0123456789abcdef"
+    assert "0123456789abcdef" not in repr(options)
+    assert parse_options(["run", "-A"], {}).reference_key is None
+    file.write_text("short")
+    for path, words in ((file, "holds 5 bytes; at least 16"), (tmp_path / "none", "No such file or directory")):
+        with pytest.raises(SystemExit) as exited:
+            parse_options(["run", "-A", f"--reference-key-file={path}"], {})
+        assert exited.value.code == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -50,7 +69,13 @@ def test_flags_and_environment() -> None:
         ([], {}, "required: command"),
         (["run"], {}, "either --namespace NAME or --all-namespaces"),
         (["run", "-A", "-n", "x"], {}, "either --namespace NAME or --all-namespaces"),
+        (["run", "-n", "x", "--read-nodes"], {}, "--read-nodes needs --all-namespaces"),
         (["run", "-A", "--workers", "0"], {}, "--workers is 0; it must be above 0"),
+        (
+            ["run", "-A", "--hit-rate-window-seconds", "50"],
+            {},
+            "--hit-rate-window-seconds is 50; it must be at least twice --scrape-seconds, which is 30",
+        ),
         (["run", "-A", "--work", "2"], {}, "unrecognized arguments: --work 2"),
         (["run", "-A"], {"REPRISE_OPERATOR_WORKERS": "many"}, "--workers: invalid int value: 'many'"),
         (["run", "-A", "--log-format", "xml"], {}, "--log-format is 'xml'; it must be one of json, text"),
@@ -63,19 +88,6 @@ def test_a_bad_command_line_is_one_clear_message(
         parse_options(arguments, environment)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_log_line_is_one_json_object() -> None:
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        record = logging.LogRecord("a.b", logging.ERROR, __file__, 1, "it %s", ("broke",), sys.exc_info())
-    line = JsonFormatter().format(record)
-    assert "\n" not in line
-    entry = json.loads(line)
-    assert (entry["level"], entry["logger"], entry["message"]) == ("error", "a.b", "it broke")
-    assert "ValueError: two\nlines" in entry["exception"]
-    assert entry["time"].endswith("+00:00")
 
 
 def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
@@ -92,56 +104,12 @@ def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-class Process:
-    def __init__(self, kubectl: Kubectl, log: Path, *arguments: str) -> None:
-        self._log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "reprise_operator", "run", "--host=127.0.0.1", "--log-format=text"),
-                    *("--metrics-port=0", "--health-port=0", "--resync-seconds=3600", *arguments),
-                ],
-                env={**os.environ, "KUBECONFIG": str(kubectl.kubeconfig)},
-                stdout=output,
-                stderr=output,
-            )
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def port(self, what: str) -> int:
-        match = eventually(lambda: re.search(rf"{what} on port (\d+)", self.log()), f"the port of the {what}")
-        return int(match[1])
-
-    def get(self, what: str, path: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port(what)}{path}", timeout=5) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def wait_ready(self) -> None:
-        eventually(lambda: self.get("probes", "/readyz")[0] == 200, f"the operator is ready: {self.log()}")
-
-    def stop(self) -> float:
-        """SIGTERM; how many seconds it took to end."""
-        begin = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(20)
-        return time.monotonic() - begin
-
-
 @pytest.fixture
 def started(kubectl: Kubectl, tmp_path: Path) -> Iterator[Process]:
-    process = Process(
-        kubectl, tmp_path / "operator.log", "-n", kubectl.namespace, "--lease-namespace", kubectl.namespace
-    )
-    try:
+    arguments = ("-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
+    with ended(Process(kubectl.kubeconfig, tmp_path / "operator.log", *arguments)) as process:
         process.wait_ready()
         yield process
-    finally:
-        process.process.kill()
-        process.process.wait()
 
 
 def test_a_process_from_start_to_end(started: Process, kubectl: Kubectl) -> None:
@@ -184,6 +152,30 @@ def test_a_process_from_start_to_end(started: Process, kubectl: Kubectl) -> None
     eventually(lambda: not kubectl.list("deployments"), "the children go with their owner")
 
 
+def test_a_kind_that_appears_and_goes_while_it_runs(kubectl: Kubectl, tmp_path: Path) -> None:
+    with none_left(kubectl):
+        process = Process(
+            kubectl.kubeconfig, tmp_path / "operator.log", "-n", kubectl.namespace, "--discovery-seconds=0.5"
+        )
+        try:
+            monitored = {**SERVICE["spec"], "monitoring": {"podMonitor": {}}}
+            kubectl.apply({**SERVICE, "spec": monitored})
+            eventually(lambda: kubectl.get("deployment", "qwen"), "the Deployment", within=20)
+            install(kubectl, POD_MONITORS)
+            eventually(lambda: kubectl.get("podmonitor", "qwen"), "the PodMonitor", within=10)
+            kubectl.delete("podmonitor", "qwen")
+            eventually(lambda: kubectl.get("podmonitor", "qwen"), "the deleted PodMonitor is back", within=10)
+            remove(kubectl, POD_MONITORS)
+            eventually(lambda: "PodMonitor (monitoring.coreos.com/v1): not installed" in process.log(), "it is told")
+            kubectl.delete("deployment", "qwen")
+            eventually(lambda: kubectl.get("deployment", "qwen"), "and it goes on working", within=10)
+            assert process.stop() < 5
+            assert "Traceback" not in process.log()
+        finally:
+            process.process.kill()
+            process.process.wait()
+
+
 def _looks(kubectl: Kubectl, look: Callable[[Any], bool]) -> bool:
     return look(kubectl.get("deployment", "qwen"))
 
@@ -207,24 +199,19 @@ def _steady(kubectl: Kubectl) -> bool:
 def test_a_change_made_while_no_operator_ran_is_seen_by_the_next(kubectl: Kubectl, tmp_path: Path) -> None:
     kubectl.apply(SERVICE)
     kubectl.apply({**SERVICE, "metadata": {"name": "other"}})
-    process = Process(kubectl, tmp_path / "operator.log", "-n", kubectl.namespace)
-    try:
+    with ended(Process(kubectl.kubeconfig, tmp_path / "operator.log", "-n", kubectl.namespace)):
         for name in ("qwen", "other"):
             eventually(partial(kubectl.get, "deployment", name), f"the Deployment of {name}", within=20)
-    finally:
-        process.stop()
 
 
 def test_it_does_not_work_before_it_leads(started: Process, kubectl: Kubectl, tmp_path: Path) -> None:
-    second = Process(kubectl, tmp_path / "second.log", "-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
-    try:
+    arguments = ("-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
+    with ended(Process(kubectl.kubeconfig, tmp_path / "second.log", *arguments)) as second:
         eventually(lambda: "another operator holds lease" in second.log(), "the second waits")
-        assert second.get("probes", "/readyz")[0] == 503
+        assert second.get("probes", "/readyz")[0] == 200, "ready to take over: a rollout of two must come to an end"
         assert second.get("probes", "/healthz")[0] == 200
+        assert second.metric("reprise_operator_leader") == 0.0
         started.stop()
-        eventually(lambda: second.get("probes", "/readyz")[0] == 200, "the second takes over", within=10)
+        second.wait_leading(within=10)
         second.stop()
         assert second.process.returncode == 0
-    finally:
-        second.process.kill()
-        second.process.wait()

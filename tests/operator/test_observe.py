@@ -12,30 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from reprise_operator.observe import Scraper, current_template_hash, observed_pod, parse_metrics
-from reprise_operator.observed import ContainerFailure, ObservedPod
+from reprise_operator.observe import Scraper, current_template_hash, observed_pod
+from reprise_operator.observed import ContainerFailure, ObservedPod, Termination
 
-OURS = """\
-# HELP vllm:prefix_cache_queries_total Prefix cache queries, in tokens.
-# TYPE vllm:prefix_cache_queries_total counter
-vllm:prefix_cache_queries_total{engine="0",model_name="smollm2"} 3000.0
-vllm:prefix_cache_hits_total{engine="0",model_name="smollm2"} 1500.0
-vllm:kv_cache_usage_perc{engine="0",model_name="smollm2"} 0.25
-vllm:cache_config_info{block_size="16",enable_prefix_caching="True",gpu_memory_utilization="0.9",num_gpu_blocks="600"} 1
-vllm:time_to_first_token_seconds_bucket{le="0.001"} this line is never parsed
-reprise:engine_info{max_model_len="4096",version="0.1.0"} 1.0
-"""
-VLLM_TWO_ENGINES = """\
-vllm:prefix_cache_queries_total{engine="0",model_name="q"} 10.0
-vllm:prefix_cache_queries_total{engine="1",model_name="q"} 30.0
-vllm:prefix_cache_queries_created{engine="1",model_name="q"} 1.7e9
-vllm:prefix_cache_hits_total{engine="0",model_name="q"} 0.0
-vllm:prefix_cache_hits_total{engine="1",model_name="q"} 8.0
-vllm:kv_cache_usage_perc{engine="0",model_name="q"} 0.1
-vllm:kv_cache_usage_perc{engine="1",model_name="q"} 0.7
-vllm:cache_config_info{block_size="128",enable_prefix_caching="False",\
-gpu_memory_utilization="0.85",num_gpu_blocks="None"} 1
-"""
+OURS = "vllm:prefix_cache_queries_total 3000.0\nvllm:prefix_cache_hits_total 1500.0\n"
 
 
 def pod_body(**status: Any) -> dict[str, Any]:
@@ -48,36 +28,6 @@ def pod_body(**status: Any) -> dict[str, Any]:
 
 def failures(*containers: dict[str, Any], init: tuple[dict[str, Any], ...] = ()) -> tuple[ContainerFailure, ...]:
     return observed_pod(pod_body(containerStatuses=containers, initContainerStatuses=init)).failures
-
-
-def test_the_figures_of_our_engine() -> None:
-    metrics = parse_metrics(OURS, scraped_at=7.0)
-    assert metrics.scraped_at == 7.0
-    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits) == (3000.0, 1500.0)
-    assert (metrics.enable_prefix_caching, metrics.gpu_memory_utilization) == (True, 0.9)
-    assert (metrics.kv_cache_usage, metrics.block_size, metrics.num_gpu_blocks) == (0.25, 16, 600)
-    assert (metrics.max_model_len, metrics.version) == (4096, "0.1.0")
-
-
-def test_several_engines_in_a_vllm_pod_are_added_up() -> None:
-    metrics = parse_metrics(VLLM_TWO_ENGINES, scraped_at=7.0)
-    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits) == (40.0, 8.0)
-    assert metrics.kv_cache_usage == 0.7
-    assert metrics.enable_prefix_caching is False
-    assert metrics.gpu_memory_utilization == 0.85
-    assert (metrics.block_size, metrics.num_gpu_blocks) == (128, None)
-    assert (metrics.max_model_len, metrics.version) == (None, None)
-
-
-def test_an_engine_that_reports_nothing_has_no_figures_rather_than_zeros() -> None:
-    metrics = parse_metrics("up 1\n", scraped_at=7.0)
-    assert metrics.prefix_cache_queries is None
-    assert metrics.enable_prefix_caching is None
-
-
-def test_a_malformed_exposition_is_an_error() -> None:
-    with pytest.raises(ValueError, match="could not convert string to float"):
-        parse_metrics('vllm:kv_cache_usage_perc{engine="0"} half\n', scraped_at=7.0)
 
 
 def test_a_sound_pod() -> None:
@@ -131,6 +81,34 @@ def test_a_crash_loop_stays_one_between_two_crashes() -> None:
     assert failures({**running, "ready": True}) == ()
 
 
+def test_how_runs_ended_is_kept_apart_from_what_runs_now() -> None:
+    before = {
+        "exitCode": 1,
+        "reason": "Error",
+        "message": "OutOfMemory: memory=npu",
+        "containerID": "containerd://1",
+        "finishedAt": "2026-11-30T00:00:00Z",
+    }
+    serving = {"name": "engine", "restartCount": 1, "ready": True, "state": {"running": {}}}
+    pod = observed_pod(pod_body(containerStatuses=[{**serving, "lastState": {"terminated": before}}]))
+    first = Termination(
+        container="engine",
+        container_id="containerd://1",
+        exit_code=1,
+        reason="Error",
+        message="OutOfMemory: memory=npu",
+        finished_at="2026-11-30T00:00:00Z",
+        is_previous=True,
+    )
+    assert (pod.failures, pod.terminations) == ((), (first,))
+    again = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "containerID": "containerd://2"}}
+    ended = {**serving, "ready": False, "state": again, "lastState": {"terminated": before}}
+    second, last = observed_pod(pod_body(containerStatuses=[ended])).terminations
+    assert (second.container_id, second.reason, second.is_previous) == ("containerd://2", "OOMKilled", False)
+    assert last == first
+    assert observed_pod(pod_body(containerStatuses=[serving])).terminations == ()
+
+
 def test_an_image_that_cannot_be_pulled() -> None:
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'}}
     (failure,) = failures({"name": "engine", "restartCount": 0, "state": waiting})
@@ -163,7 +141,7 @@ def test_the_template_hash_is_the_newest_revisions() -> None:
             }
         }
 
-    deployment = {"metadata": {"uid": "d", "generation": 4}, "status": {"observedGeneration": 4}}
+    deployment = {"kind": "Deployment", "metadata": {"uid": "d", "generation": 4}, "status": {"observedGeneration": 4}}
     # A rolled back template gets the highest revision though its ReplicaSet is the oldest; 10 is more than 9.
     sets = [replica_set("10", "old"), replica_set("9", "new"), replica_set("11", "foreign", owner="other")]
     assert current_template_hash(deployment, sets) == "old"
@@ -268,28 +246,91 @@ async def test_a_pod_that_is_not_ready_any_more_has_no_old_figures() -> None:
         assert pod.metrics is None
 
 
+async def test_a_pod_that_comes_back_is_asked_at_once_since_it_may_be_another_process() -> None:
+    async with engine_and_scraper(lambda: 0.0) as (engine, scraper):
+        await scraper.observe([ready_pod()])
+        await scraper.observe([replace(ready_pod(), ready=False)])
+        engine.answer = lambda: web.Response(text="vllm:prefix_cache_queries_total 7\n")
+        (pod,) = await scraper.observe([ready_pod()])
+        assert engine.calls == 2
+        assert pod.metrics is not None
+        assert pod.metrics.prefix_cache_queries == 7
+
+
 async def test_one_engine_in_trouble_does_not_harm_the_others_and_is_asked_again_soon() -> None:
     now = 0.0
     async with engine_and_scraper(lambda: now, patience=1.5) as (engine, scraper):
         engine.answer = lambda: web.Response(status=500)
         sound, lost = ready_pod("a"), replace(ready_pod("b"), ip="127.0.0.2")
         first, second = await scraper.observe([sound, lost])
-        assert first.metrics_error == "/metrics answered 500"
-        assert second.metrics_error
+        assert first.metrics_error == "/metrics answers 500"
+        assert second.metrics_error == f"port {engine.port} cannot be reached: Connection refused"
         assert first.metrics is None
         engine.answer = lambda: web.Response(text="vllm:kv_cache_usage_perc nonsense")
         now = 5.0
         (first,) = await scraper.observe([sound])
-        assert first.metrics_error
+        assert first.metrics_error == "/metrics is no valid exposition of Prometheus"
         engine.delay = 4.0
         now = 10.0
         (first,) = await scraper.observe([sound])
         assert first.metrics_error
+        assert first.metrics_error.startswith("/metrics does not answer within 1.5 s; a NetworkPolicy must")
         assert engine.calls == 3
         engine.delay, engine.answer, now = 0.0, lambda: web.Response(text=OURS), 15.0
         (first,) = await scraper.observe([sound])
         assert first.metrics_error is None
         assert first.metrics is not None
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_wants_credentials_says_so(status: int) -> None:
+    async with engine_and_scraper(lambda: 0.0) as (engine, scraper):
+        engine.answer = lambda: web.Response(status=status)
+        (pod,) = await scraper.observe([ready_pod()])
+        assert pod.metrics is None
+        assert pod.metrics_error == f"/metrics answers {status}: it asks for credentials, and scrapers have none"
+
+
+async def test_what_speaks_no_http_is_told_from_what_does_not_answer() -> None:
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, aiohttp.ClientSession() as session:
+        scraper = Scraper(session, interval=30.0, concurrency=1, timeout=2.0, port=port)
+        (pod,) = await scraper.observe([ready_pod()])
+    assert pod.metrics_error
+    assert pod.metrics_error.startswith("/metrics breaks off or is no HTTP (")
+
+
+async def test_the_last_figures_stand_while_attempts_fail_but_not_for_ever() -> None:
+    now = 0.0
+    async with engine_and_scraper(lambda: now) as (engine, scraper):
+        await scraper.observe([ready_pod()])
+        engine.answer = lambda: web.Response(status=500)
+        for _ in range(3):
+            now += 30.0
+            (pod,) = await scraper.observe([ready_pod()])
+            assert pod.metrics is not None
+            assert pod.metrics.scraped_at == 0.0
+            assert pod.metrics_error == "/metrics answers 500"
+        now = 95.0
+        (pod,) = await scraper.observe([ready_pod()])
+        assert pod.metrics is None
+        assert engine.calls == 5
+
+
+async def test_a_clock_that_is_set_back_stops_no_scrape() -> None:
+    now = 10_000.0
+    async with engine_and_scraper(lambda: now) as (engine, scraper):
+        await scraper.observe([ready_pod()])
+        now = 5_000.0
+        (pod,) = await scraper.observe([ready_pod()])
+        assert engine.calls == 2
+        assert pod.metrics is not None
+        assert pod.metrics.scraped_at == 5_000.0
 
 
 async def test_an_endless_answer_is_cut_off() -> None:

@@ -44,9 +44,9 @@ def test_memory_utilization(spec: dict[str, Any], effective: float, words: str) 
 def test_a_suspended_service_keeps_everything_but_its_pods() -> None:
     running, suspended = planned({"replicas": 3}), planned({"replicas": 3, "suspend": True})
     assert (running.replicas, suspended.replicas) == (3, 0)
-    assert suspended.deployment["spec"]["replicas"] == 0
+    assert suspended.workload["spec"]["replicas"] == 0
     assert suspended.network_service == running.network_service
-    assert suspended.deployment["spec"]["template"] == running.deployment["spec"]["template"]
+    assert suspended.workload["spec"]["template"] == running.workload["spec"]["template"]
 
 
 def test_children_belong_to_their_owner() -> None:
@@ -69,6 +69,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     "model.servedName": {"model": {"servedName": "other"}},
     "model.maxModelLen": {"model": {"maxModelLen": 1024}},
     "model.dtype": {"model": {"dtype": "float32"}},
+    "model.revision": {"model": {"uri": "hf://a/b", "revision": "v1"}},
+    "model.secretRef": {"model": {"uri": "hf://a/b", "secretRef": {"name": "hub"}}},
+    "model.cache": {"model": {"uri": "hf://a/b", "cache": {"claimName": "models"}}},
     "runtime.name": {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 1024}},
     "runtime.image": {"runtime": {"image": "other:1"}},
     "runtime.imagePullSecrets": {"runtime": {"imagePullSecrets": [{"name": "pull"}]}},
@@ -77,10 +80,22 @@ INPUTS: dict[str, dict[str, Any]] = {
     "runtime.resources": {"runtime": {"resources": {"requests": {"cpu": "1"}}}},
     "prefixCaching.enabled": {"prefixCaching": {"enabled": False}},
     "prefixCaching.blockSize": {"prefixCaching": {"blockSize": 128}},
+    "prefixCaching.hashAlgorithm": {"prefixCaching": {"hashAlgorithm": "xxhash"}},
+    "prefixCaching.isolation": {
+        "prefixCaching": {"isolation": "perKey"},
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+    },
+    "prefixCaching.isolationSecretRef": {
+        "prefixCaching": {"isolation": "perKey", "isolationSecretRef": {"name": "salt"}},
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+    },
+    "prefixCaching.hostMemory": {"prefixCaching": {"hostMemory": "8Gi"}},
+    "prefixCaching.persistence": {"prefixCaching": {"persistence": {"claimName": "blocks"}}},
+    "prefixCaching.warmup": {"prefixCaching": {"warmup": {"prompts": ["You are"]}}},
     "memory.utilization": {"memory": {"utilization": 0.5}},
     "chunkedPrefill.enabled": {"chunkedPrefill": {"enabled": True}},
     "accelerator.profile": {"accelerator": {"profile": "ascend310p"}},
-    "accelerator.count": {"accelerator": {"profile": "ascend910c", "count": 1}},
+    "accelerator.count": {"accelerator": {"profile": "ascend910c", "count": 2}},
     "accelerator.resourceName": {"accelerator": {"resourceName": "huawei.com/npu"}},
     "accelerator.runtimeClassName": {"accelerator": {"runtimeClassName": "ascend"}},
     "accelerator.driver": {"accelerator": {"driver": "runtime"}},
@@ -100,13 +115,19 @@ INPUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("field", INPUTS)
 def test_every_input_of_the_pod_rolls_it_out(field: str) -> None:
     """Faults operator 1 and 2: a change of a flag, argument or variable never reached the pods."""
-    before, after = planned(), planned(INPUTS[field])
-    assert after.deployment["spec"]["template"] != before.deployment["spec"]["template"]
+    fetched = INPUTS[field].get("model", {}).get("uri") == "hf://a/b"
+    before, after = planned({"model": {"uri": "hf://a/b"}} if fetched else None), planned(INPUTS[field])
+    assert after.workload["spec"]["template"] != before.workload["spec"]["template"]
     assert plan_hash(after) != plan_hash(before)
 
 
 def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
-    elsewhere = {"replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"}
+    elsewhere = {
+        *("replicas", "suspend", "service.type", "service.port", "service.sessionAffinity"),
+        *("gateway", "monitoring.podMonitor", "autoscaling", "disruption"),
+    }
+    elsewhere |= {"memory.autoTune", "memory.floor"}  # of the way down, not of where it starts
+    elsewhere |= {"rollout.maxSurge", "rollout.maxUnavailable", "rollout.progressDeadlineSeconds"}
     fields: set[str] = set()
     for name, info in Spec.model_fields.items():
         nested = info.annotation
@@ -117,13 +138,24 @@ def test_every_field_of_the_spec_is_an_input_or_known_not_to_be() -> None:
     assert fields == elsewhere | set(INPUTS)
 
 
-@pytest.mark.parametrize("spec", [{"replicas": 5}, {"suspend": True}, {"service": {"port": 80}}])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"replicas": 5},
+        {"suspend": True},
+        {"service": {"port": 80}},
+        {"autoscaling": {"maxReplicas": 3}},
+        {"disruption": {"minAvailable": 1}},
+        {"gateway": {"parentRefs": [{"name": "main"}], "endpointPicker": {"managed": True}}},
+        {"monitoring": {"podMonitor": {}}},
+    ],
+)
 def test_what_is_no_input_of_the_pod_does_not_restart_it(spec: dict[str, Any]) -> None:
-    assert planned(spec).deployment["spec"]["template"] == planned().deployment["spec"]["template"]
+    assert planned(spec).workload["spec"]["template"] == planned().workload["spec"]["template"]
 
 
 def plan_hash(of: Plan) -> str:
-    return str(of.deployment["metadata"]["annotations"][PLAN_HASH_ANNOTATION])
+    return str(of.workload["metadata"]["annotations"][PLAN_HASH_ANNOTATION])
 
 
 # Invariants over arbitrary specs ------------------------------------------------------------------------------------
@@ -154,7 +186,17 @@ _specs = st.fixed_dictionaries(
             env=st.lists(st.fixed_dictionaries({"name": _variable, "value": _words}), max_size=5),
             resources=_optional(requests=st.dictionaries(st.sampled_from(["cpu", "memory"]), st.just("1"))),
         ),
-        "prefixCaching": _optional(enabled=st.booleans(), blockSize=st.sampled_from([128, 256])),
+        "prefixCaching": _optional(
+            enabled=st.booleans(),
+            blockSize=st.sampled_from([128, 256]),
+            hashAlgorithm=st.sampled_from(["sha256", "xxhash_cbor"]),
+            isolation=st.sampled_from(["none", "perKey"]),
+            hostMemory=st.sampled_from(["8Gi", 0, "1e9"]),
+            persistence=_optional(
+                claimName=st.just("blocks"), size=st.sampled_from(["1Gi", 10**12]), storageClassName=st.just("fast")
+            ),
+            warmup=_optional(prompts=st.lists(_words.filter(bool), max_size=3), timeoutSeconds=st.integers(1, 90_000)),
+        ),
         "memory": _optional(utilization=st.floats(0.01, 0.98)),
         "chunkedPrefill": _optional(enabled=st.booleans()),
         "accelerator": _optional(
@@ -188,16 +230,16 @@ def test_invariants_of_every_plan(name: str, spec: dict[str, Any]) -> None:
     assert given_body == before, "the input was changed"
     assert plan(parse(given_body), SETTINGS) == made, "the same input gave another plan"
     json.dumps(made.children)
-    engine, template = container(made), made.deployment["spec"]["template"]
+    engine, template = container(made), made.workload["spec"]["template"]
     for manifest in made.children:
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
         assert len(manifest["metadata"]["name"]) <= 63
         assert all(len(value) <= 63 for value in manifest["metadata"]["labels"].values())
-    selector = made.deployment["spec"]["selector"]["matchLabels"]
+    selector = made.workload["spec"]["selector"]["matchLabels"]
     assert (
         selector
         == made.network_service["spec"]["selector"]
-        == planned(name=name).deployment["spec"]["selector"]["matchLabels"]
+        == planned(name=name).workload["spec"]["selector"]["matchLabels"]
     )
     assert selector.items() <= template["metadata"]["labels"].items(), "the pods are outside their own selector"
     assert made.selector == ",".join(f"{key}={value}" for key, value in selector.items())
@@ -214,6 +256,7 @@ def test_invariants_of_every_plan(name: str, spec: dict[str, Any]) -> None:
         values = [entry[key] for entry in entries]
         assert len(values) == len(set(values)), f"{key} twice: the API server refuses the whole apply"
     volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+    volumes |= {claim["metadata"]["name"] for claim in made.workload["spec"].get("volumeClaimTemplates", ())}
     assert {mount["name"] for mount in engine["volumeMounts"]} <= volumes
     resources = engine.get("resources", {})
     for resource, quantity in resources.get("limits", {}).items():

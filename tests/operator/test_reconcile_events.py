@@ -117,3 +117,11 @@ def test_memory_steps_are_told() -> None:
     asked, lowered = status(MemoryTuned=("False", "Requested")), status(MemoryTuned=("True", "LoweredAfterOutOfMemory"))
     assert told({}, asked) == []
     assert told(asked, lowered) == [("Normal", "LoweredAfterOutOfMemory")]
+    assert told(lowered, lowered) == []
+    (again,) = lowered["conditions"]
+    further = {"conditions": [{**again, "message": "further down"}]}
+    assert told(lowered, further) == [("Normal", "LoweredAfterOutOfMemory")], "each step"
+    floor = status(MemoryTuned=("True", "FloorReached"))
+    assert told(lowered, floor) == [("Warning", "FloorReached")]
+    assert told({}, floor) == [("Warning", "FloorReached")], "the process ended before it could tell"
+    assert told(floor, asked) == [("Normal", "Requested")]

@@ -19,14 +19,14 @@ async def test_a_spec_that_cannot_be_honoured_leaves_the_pods_alone(bench: Bench
     bench.apply()
     await bench.make_ready()
     before = bench.child("deployment")["spec"]
-    bench.apply({"autoscaling": {"minReplicas": 1, "maxReplicas": 3}})
+    bench.apply({"autoscaling": {"maxReplicas": 3, "metric": "cpu"}})
     assert await bench.writes() == [("patch", "inferenceservices"), ("create", "events")]
     status, reason, message = bench.condition("Stalled")
-    assert (status, reason) == ("True", "NotSupported")
-    assert "spec.autoscaling" in message
+    assert (status, reason) == ("True", "InvalidSpec")
+    assert "spec.autoscaling.metric cpu" in message
     assert bench.child("deployment")["spec"] == before
     assert bench.status()["readyReplicas"] == 1
-    assert bench.events()[-1] == ("Warning", "NotSupported")
+    assert bench.events()[-1] == ("Warning", "InvalidSpec")
     assert await bench.writes() == []
     bench.kubectl("patch", "risvc", NAME, "--type=json", "-p", '[{"op": "remove", "path": "/spec/autoscaling"}]')
     await bench.settle()
@@ -59,6 +59,12 @@ async def test_a_secret_that_does_not_exist_is_named_and_its_creation_is_the_cur
     assert "keys" in message
     assert (await bench.reconcile()) is not None, "it looks again by itself: no event tells of the Secret"
     bench.kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}})
+    await bench.settle()
+    assert bench.condition("Stalled")[1] == "SecretKeyNotFound", "it is there, but the key is not"
+    bench.kubectl.apply(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"api-key": "x"}}
+    )
+    bench.clock.now += 61.0
     await bench.settle()
     assert bench.condition("Stalled")[0] == "False"
 
@@ -121,10 +127,12 @@ async def test_a_refused_change_that_is_taken_back_leaves_no_trace(bench: Bench)
 
 async def test_what_a_failing_webhook_says_is_in_the_status_while_the_apply_is_tried_again(bench: Bench) -> None:
     class Webhook(Cluster):
-        async def apply(self, manifest: Body, *, present: ObservedChild | None) -> ApplyResult:
+        async def apply(
+            self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
+        ) -> ApplyResult:
             if manifest["kind"] == "Deployment":
                 raise ClusterError(Fault.UNAVAILABLE, 'failed calling webhook "policy.example"', status=500)
-            return await super().apply(manifest, present=present)
+            return await super().apply(manifest, present=present, hand_over=hand_over)
 
     sound = bench.reconciler.cluster
     bench.reconciler.cluster = Webhook(sound._api)

@@ -43,7 +43,7 @@ def test_nothing_there_everything_is_created_without_force() -> None:
     plan = planned()
     assert decide(plan, Observed(at=NOW)) == (
         Apply(key=SERVICE, manifest=plan.network_service, uid=None),
-        Apply(key=DEPLOYMENT, manifest=plan.deployment, uid=None),
+        Apply(key=DEPLOYMENT, manifest=plan.workload, uid=None),
     )
 
 
@@ -66,7 +66,7 @@ def test_a_changed_spec_is_applied_to_the_child_it_changes() -> None:
     before, after = planned(), planned({"memory": {"utilization": 0.7}})
     seen = observed(before)
     (action,) = decide(after, seen, applied=answers(before, seen))
-    assert action == Apply(key=DEPLOYMENT, manifest=after.deployment, uid="uid-Deployment")
+    assert action == Apply(key=DEPLOYMENT, manifest=after.workload, uid="uid-Deployment")
 
 
 def test_status_of_a_child_is_no_drift() -> None:
@@ -121,7 +121,7 @@ def test_a_child_that_was_replaced_is_applied_to_the_new_one() -> None:
 
 def test_a_child_that_is_being_deleted_is_waited_for() -> None:
     plan = planned()
-    going = replace(observed(plan), children=(child(plan.network_service), child(plan.deployment, terminating=True)))
+    going = replace(observed(plan), children=(child(plan.network_service), child(plan.workload, terminating=True)))
     assert [action.key for action in decide(plan, going)] == [SERVICE]
 
 

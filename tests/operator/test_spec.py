@@ -7,31 +7,9 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.resource import ClaimModel, DriverMode, HostPathModel, Runtime
-from reprise_operator.spec import NOT_YET, SpecError, identity_of, parse
+from reprise_operator.resource import ClaimModel, DriverMode, FetchedModel, HostPathModel, Runtime
+from reprise_operator.spec import SpecError, identity_of, parse
 from tests.operator.factories import UID, body
-
-VALUES: dict[str, Any] = {
-    "model.revision": "main",
-    "model.secretRef": {"name": "hub"},
-    "prefixCaching.hashAlgorithm": "sha256",
-    "prefixCaching.isolation": "none",
-    "prefixCaching.hostMemory": "64Gi",
-    "prefixCaching.persistence": {"size": "100Gi"},
-    "prefixCaching.warmup": {"prompts": ["You are"]},
-    "memory.autoTune": False,
-    "memory.floor": 0.8,
-    "autoscaling": {"maxReplicas": 3},
-    "rollout": {"maxSurge": 0},
-    "disruption": {"minAvailable": 0},
-    "gateway": {"inferencePool": False},
-    "monitoring": {},
-}
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    first, _, rest = path.partition(".")
-    return {first: nested(rest, value) if rest else value}
 
 
 def test_unset_fields_have_the_documented_defaults() -> None:
@@ -47,8 +25,9 @@ def test_unset_fields_have_the_documented_defaults() -> None:
         "ascend910",
         DriverMode.AUTO,
     )
-    assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, "None")
+    assert (spec.service.type, spec.service.port, spec.service.session_affinity) == ("ClusterIP", 8000, None)
     assert (spec.replicas, spec.suspend, spec.memory.utilization) == (1, False, None)
+    assert (spec.memory.auto_tune, spec.memory.floor) == (True, None)
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"enabled": True}, True), ({"enabled": False}, False)])
@@ -69,6 +48,12 @@ def test_zero_replicas_is_not_unset() -> None:
         ("hostpath:///models/a b.gguf", HostPathModel(path="/models/a b.gguf")),
         ("pvc://models", ClaimModel(claim="models", path="")),
         ("pvc://models/Qwen3-8B/q4.gguf", ClaimModel(claim="models", path="Qwen3-8B/q4.gguf")),
+        ("hf://Qwen/Qwen3-8B", FetchedModel(scheme="hf", location="Qwen/Qwen3-8B")),
+        ("hf://Qwen/Qwen3-8B@main", FetchedModel(scheme="hf", location="Qwen/Qwen3-8B", revision="main")),
+        ("modelscope://Qwen/Qwen3-8B", FetchedModel(scheme="modelscope", location="Qwen/Qwen3-8B")),
+        ("s3://bucket", FetchedModel(scheme="s3", location="bucket")),
+        ("s3://bucket/a b/q4.gguf", FetchedModel(scheme="s3", location="bucket/a b/q4.gguf")),
+        ("s3://bucket/a/", FetchedModel(scheme="s3", location="bucket/a")),
     ],
 )
 def test_model_uris(uri: str, source: object) -> None:
@@ -86,6 +71,12 @@ def test_model_uris(uri: str, source: object) -> None:
         "pvc://m/../../etc",
         "/models/qwen",
         "file:///m",
+        "hf://qwen",
+        "hf://Qwen/..",
+        "hf://-x/y",
+        "modelscope://a/b/c",
+        "s3://",
+        "s3://b/../c",
     ],
 )
 def test_bad_model_uris_are_refused_with_what_is_possible(uri: str) -> None:
@@ -95,34 +86,34 @@ def test_bad_model_uris_are_refused_with_what_is_possible(uri: str) -> None:
     assert repr(uri) in caught.value.message
 
 
-@pytest.mark.parametrize("path", NOT_YET)
-def test_a_field_of_a_later_release_is_refused_by_name(path: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        parse(body(nested(path, VALUES[path])))
-    assert caught.value.reason == "NotSupported"
-    assert f"spec.{path}" in caught.value.message
+def test_a_revision_may_stand_in_a_field_of_its_own() -> None:
+    model = {"uri": "hf://a/b", "revision": "refs/pr/1"}
+    assert parse(body({"model": model})).source == FetchedModel(scheme="hf", location="a/b", revision="refs/pr/1")
 
 
-def test_all_fields_of_a_later_release_are_named_at_once() -> None:
-    with pytest.raises(SpecError) as caught:
-        parse(
-            body({"model": {"uri": "hf://Qwen/Qwen3-8B"}, "autoscaling": {"maxReplicas": 2}, "memory": {"floor": 0.8}})
-        )
-    for path in ("spec.model.uri (hf://)", "spec.autoscaling", "spec.memory.floor"):
-        assert path in caught.value.message
-
-
-@pytest.mark.parametrize("scheme", ["hf", "modelscope", "s3"])
-def test_model_hubs_and_buckets_are_refused_by_name(scheme: str) -> None:
-    with pytest.raises(SpecError, match=rf"spec.model.uri \({scheme}://\)") as caught:
-        parse(body({"model": {"uri": f"{scheme}://org/name"}}))
-    assert caught.value.reason == "NotSupported"
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"uri": "hf://a/b@v1", "revision": "v1"}, "spec.model.uri names @v1: give one"),
+        ({"uri": "s3://a/b", "revision": "v1"}, "a bucket has no revisions"),
+        ({"uri": "pvc://m", "revision": "v1"}, "spec.model.revision is of models that are fetched"),
+        ({"uri": "hostpath:///m", "secretRef": {"name": "x"}}, "spec.model.secretRef is of models that are fetched"),
+        ({"uri": "pvc://m", "cache": {"claimName": "x"}}, "spec.model.cache is of models that are fetched"),
+        ({"uri": "hf://a/b", "cache": {"claimName": "x", "sizeLimit": "1Gi"}}, "sizeLimit is of the volume"),
+    ],
+)
+def test_what_does_not_go_with_the_uri_is_refused(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        parse(body({"model": model}))
+    assert caught.value.reason == "InvalidSpec"
 
 
 @pytest.mark.parametrize(
     ("spec", "path"),
     [
         ({"memory": {"utilization": 1.5}}, "spec.memory.utilization"),
+        ({"memory": {"floor": 0}}, "spec.memory.floor"),
+        ({"memory": {"utilization": 0.8, "floor": 0.9}}, "spec.memory.floor is 0.9, above spec.memory.utilization 0.8"),
         ({"service": {"port": 0}}, "spec.service.port"),
         ({"runtime": {"name": "sglang"}}, "spec.runtime.name"),
         ({"accelerator": {"profile": "gpu"}}, "spec.accelerator.profile"),

@@ -44,6 +44,19 @@ def test_the_first_status_already_says_not_ready() -> None:
     assert all(item["observedGeneration"] == 4 for item in status["conditions"])
 
 
+def test_each_condition_is_there_once() -> None:
+    """The API server refuses a status with two of a type, and with it every later one."""
+    everything = {
+        "auth": {"apiKeySecretRef": {"name": "keys"}},
+        "autoscaling": {"maxReplicas": 2},
+        "gateway": {"parentRefs": [{"name": "g"}]},
+        "monitoring": {"podMonitor": {}},
+    }
+    for spec in ({}, everything):
+        types = [item["type"] for item in status_of(planned(spec), Observed(at=NOW))["conditions"]]
+        assert sorted(types) == sorted(set(types))
+
+
 def test_ready() -> None:
     plan = planned({"replicas": 2})
     seen = observed(
@@ -57,11 +70,14 @@ def test_ready() -> None:
     assert message(status, "Ready") == "2 of 2 pods are ready."
     assert conditions(status)["Available"] == ("True", "Serving")
     assert [status[key] for key in ("replicas", "readyReplicas", "updatedReplicas", "availableReplicas")] == [2] * 4
-    assert status["engine"] == {"version": "0.1.0", "blockSize": 16, "kvBlocks": 500, "maxModelLen": 4096}
+    engine = {"version": "0.1.0", "blockSize": 16, "kvBlocks": 500, "maxModelLen": 4096, "memoryUtilization": 0.9}
+    assert status["engine"] == engine
     assert status["memory"] == {
         "effective": 0.9,
         "reason": "automatic: maxModelLen is unset or at most 32768",
         "deviceOutOfMemory": False,
+        "inputsHash": plan.tuning.inputs_hash,
+        "steps": 0,
     }
     assert conditions(status)["MemoryTuned"] == ("False", "Automatic")
 
@@ -104,7 +120,7 @@ def test_it_is_not_ready_while_its_init_container_fails() -> None:
 
 def test_a_service_without_its_network_service_is_not_ready() -> None:
     plan = planned()
-    seen = replace(observed(plan, pod()), children=(child(plan.deployment, **deployment_status()),))
+    seen = replace(observed(plan, pod()), children=(child(plan.workload, **deployment_status()),))
     assert kstatus(status_of(plan, seen)) == RECONCILING
 
 

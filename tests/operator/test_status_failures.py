@@ -156,7 +156,7 @@ FAILURES: list[tuple[str, ContainerFailure, str, str]] = [
     ("failure", "expected", "words"), [item[1:] for item in FAILURES], ids=[i[0] for i in FAILURES]
 )
 def test_what_stops_a_pod_is_said_with_its_last_words(failure: ContainerFailure, expected: str, words: str) -> None:
-    plan = planned()
+    plan = planned({"memory": {"autoTune": False}})
     status = status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
     assert kstatus(status) == STALLED
     assert conditions(status)["Stalled"] == ("True", expected)
@@ -321,6 +321,7 @@ def test_a_field_that_is_not_supported_leaves_the_running_pods_reported() -> Non
     assert message(status, "Stalled") == "This release does not honour spec.autoscaling."
     assert conditions(status)["Available"] == ("True", "Serving")
     assert status["observedGeneration"] == 2
+    assert conditions(status)["MemoryTuned"] == conditions(before)["MemoryTuned"]
     for key in ("url", "model", "memory", "replicas", "readyReplicas", "prefixCache", "engine"):
         assert status[key] == before[key], key
 

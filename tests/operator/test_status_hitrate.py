@@ -45,7 +45,9 @@ def test_pods_are_added_up_and_told_apart() -> None:
     hits = hits.observe([at(30, 100, 100), at(30, 300, 0, name="b")])
     assert figures(hits, 30) == (400, 100)
     assert hits.figures(NOW + 30).percent == 25
-    assert hits.figures(NOW + 30, pod_uid="uid-a").percent == 100
+    assert hits.figures_of_pods(NOW + 30)["uid-a"].percent == 100
+    assert hits.figures_of_pods(NOW + 30)["uid-b"].percent == 0
+    assert hits.figures_of_pods(NOW + 400) == {}
 
 
 def test_what_a_vanished_pod_served_counts_until_it_is_old() -> None:
@@ -65,6 +67,76 @@ def test_the_window_moves() -> None:
 def test_the_same_scrape_twice_counts_once() -> None:
     hits = window().observe([at(0, 0, 0)]).observe([at(30, 100, 50)])
     assert hits.observe([at(30, 100, 50)]) == hits
+
+
+def test_another_process_counts_from_zero_though_it_has_served_more_than_the_one_before() -> None:
+    def began(started: float, seen: ObservedPod) -> ObservedPod:
+        assert seen.metrics is not None
+        return replace(seen, metrics=replace(seen.metrics, started_at=NOW + started))
+
+    hits = window().observe([began(-900, at(0, 100, 90))])
+    same = hits.observe([began(-900, at(30, 150, 95))])
+    assert figures(same, 30) == (50, 5)
+    other = hits.observe([began(10, at(30, 150, 95))])
+    assert figures(other, 30) == (150, 95)
+
+
+def test_a_process_that_began_under_our_eyes_in_an_old_pod_counts_from_its_start() -> None:
+    seen = at(0, 200, 150)
+    assert seen.metrics is not None
+    restarted = replace(seen, metrics=replace(seen.metrics, started_at=NOW - 50))
+    assert figures(window(started_at=NOW - 100).observe([restarted]), 0) == (200, 150)
+
+
+def test_what_was_served_in_a_long_blind_time_is_not_put_into_the_window() -> None:
+    hits = window().observe([at(0, 0, 0)]).observe([at(301, 9000, 9000)])
+    assert figures(hits, 301) == (0, 0)
+    assert figures(hits.observe([at(331, 9100, 9050)]), 331) == (100, 50)
+    late = window(started_at=NOW - 2000).observe([at(0, 9000, 9000, started=-1000)])
+    assert figures(late, 0) == (0, 0), "the first figures of a pod that could not be read for long"
+
+
+def test_a_pod_that_does_not_cache_looks_nothing_up() -> None:
+    off = [replace(pod("a"), metrics=metrics(at=NOW + t, enabled=False, queries=100 * t)) for t in (0, 30)]
+    hits = window().observe(off[:1]).observe(off[1:])
+    assert figures(hits, 30) == (0, 0)
+
+
+def test_more_hits_than_queries_are_as_many() -> None:
+    hits = window().observe([at(0, 0, 0)]).observe([at(30, 100, 900)])
+    assert figures(hits, 30) == (100, 100)
+
+
+def test_a_clock_that_is_set_back_neither_stops_the_count_nor_keeps_old_traffic() -> None:
+    hits = window().observe([at(0, 0, 0)]).observe([at(30, 100, 100)])
+    back = hits.observe([at(-7200, 200, 100)])
+    assert figures(back, -7200) == (100, 0)
+    assert figures(back.observe([at(-7170, 300, 100)]), -7170) == (200, 0)
+    assert back.is_full(NOW - 7200 + 300)
+
+
+def test_a_clock_that_jumps_ahead_begins_anew() -> None:
+    hits = window().observe([at(0, 0, 0)]).observe([at(30, 100, 100)])
+    ahead = hits.observe([at(7200, 200, 100)])
+    assert figures(ahead, 7200) == (0, 0)
+    assert figures(ahead.observe([at(7230, 300, 100)]), 7230) == (100, 0)
+
+
+def test_why_prompts_were_not_found() -> None:
+    def missed(seconds: float, **misses: float) -> ObservedPod:
+        seen = at(seconds, 100 + seconds, 0)
+        assert seen.metrics is not None
+        return replace(seen, metrics=replace(seen.metrics, misses=misses))
+
+    hits = window().observe([missed(0, evicted=50)])
+    assert hits.figures(NOW).misses == {}
+    hits = hits.observe([missed(30, evicted=51, not_seen=2)])
+    assert hits.figures(NOW + 30).misses == {"evicted": 1, "not_seen": 2}
+    assert hits.figures(NOW + 30).main_miss == "not_seen"
+    hits = hits.observe([missed(60, evicted=52, not_seen=2)])
+    assert hits.figures(NOW + 60).main_miss is None, "half of them is no majority"
+    restarted = hits.observe([missed(-50, evicted=1, not_seen=0)])
+    assert restarted.figures(NOW + 60).misses == {"evicted": 3, "not_seen": 2}
 
 
 def test_a_pod_without_figures_changes_nothing() -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,6 +37,8 @@ class ApiServer:
     """`kube-apiserver v1.36.2` or `emulated`."""
     has_controller_manager: bool
     """True: they are kube-controller-manager's. False: tests.support.emulated_controllers'."""
+    restart: Callable[[float], None] | None = None
+    """Kills the API server and starts it again after so many seconds; None: the emulated one would lose its objects."""
 
 
 @contextlib.contextmanager
@@ -65,7 +67,11 @@ def start_api_server(kind: ApiServerKind = "auto", *, controllers: bool = True) 
                 assets = dataclasses.replace(assets, controller_manager=None)
             plane = stack.enter_context(running_control_plane(assets, folder))
             server = ApiServer(
-                plane.url, plane.kubeconfig_path, f"kube-apiserver {plane.version}", plane.has_controller_manager
+                plane.url,
+                plane.kubeconfig_path,
+                f"kube-apiserver {plane.version}",
+                plane.has_controller_manager,
+                plane.restart_api_server,
             )
         if controllers and not server.has_controller_manager:
             arguments = ["--kubeconfig", str(server.kubeconfig_path)]

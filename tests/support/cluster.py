@@ -32,7 +32,7 @@ def engine_image() -> Image:
     """The engine of this working tree in the place of its image."""
     programs = Path(sys.executable).parent
     env = {"PATH": program_path(programs), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8"}
-    for name in ("OMP_NUM_THREADS", "HOME", "LD_LIBRARY_PATH"):
+    for name in ("OMP_NUM_THREADS", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH"):
         if name in os.environ:
             env[name] = os.environ[name]
     return Image(entrypoint=(str(programs / "reprise"),), env=env, host_flag="--host")

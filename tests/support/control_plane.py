@@ -12,7 +12,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +36,27 @@ class ControlPlane:
     version: str
     """As the server says it: v1.36.2."""
     has_controller_manager: bool
+    restart_api_server: Callable[[float], None]
+    """Kills kube-apiserver, starts it again after so many seconds and waits until it is ready; the others stay."""
 
 
 @contextlib.contextmanager
-def running_control_plane(assets: KubeAssets, folder: Path) -> Iterator[ControlPlane]:
-    """Starts the programs with all their state in `folder`, and stops them at the end. Raises ControlPlaneFailed."""
+def running_control_plane(
+    assets: KubeAssets,
+    folder: Path,
+    *,
+    apiserver_flags: Sequence[str] = (),
+    controller_manager_flags: Sequence[str] = (),
+    users: Mapping[str, str] | None = None,
+) -> Iterator[ControlPlane]:
+    """Starts the programs with all their state in `folder`, and stops them at the end. Raises ControlPlaneFailed.
+
+    The flags come after ours and so before them; `users` are more administrators, by their tokens.
+    """
     token = secrets.token_hex(16)
-    (folder / "tokens.csv").write_text(f'{token},admin,admin,"system:masters"\n')
+    everybody = {token: "admin", **(users or {})}
+    rows = (f'{secret},{name},{name},"system:masters"\n' for secret, name in everybody.items())
+    (folder / "tokens.csv").write_text("".join(rows))
     etcd_port, peer_port, port = free_ports(3)
     certs = folder / "certs"
     etcd_url, url = f"http://127.0.0.1:{etcd_port}", f"https://127.0.0.1:{port}"
@@ -78,6 +92,7 @@ def running_control_plane(assets: KubeAssets, folder: Path) -> Iterator[ControlP
                     "--service-cluster-ip-range=10.96.0.0/24",
                     "--allow-privileged",
                     "--disable-admission-plugins=ServiceAccount",
+                    *apiserver_flags,
                 ],
             )
         )
@@ -95,10 +110,18 @@ def running_control_plane(assets: KubeAssets, folder: Path) -> Iterator[ControlP
                         f"--service-account-private-key-file={certs / 'apiserver.key'}",
                         f"--root-ca-file={certs / 'apiserver.crt'}",
                         "--secure-port=0",
+                        *controller_manager_flags,
                     ],
                 )
             )
-        yield ControlPlane(url, kubeconfig, _version(url, token, certs), assets.controller_manager is not None)
+
+        def restart(away: float) -> None:
+            apiserver.kill()
+            time.sleep(away)
+            apiserver.start()
+            _wait_ready(url, token, certs / "apiserver.crt", [etcd, apiserver])
+
+        yield ControlPlane(url, kubeconfig, _version(url, token, certs), assets.controller_manager is not None, restart)
 
 
 def free_ports(count: int) -> list[int]:
@@ -127,11 +150,29 @@ def write_kubeconfig(path: Path, url: str, *, token: str, authority: Path | None
     return path
 
 
-@dataclass(frozen=True, slots=True)
 class _Program:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+    def __init__(self, folder: Path, argv: list[str]) -> None:
+        self.name = Path(argv[0]).name
+        self.log = folder / f"{self.name}.log"
+        self._folder = folder
+        self._argv = argv
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as output:
+            # A session of its own: Ctrl-C reaches us alone, and we stop the programs in the right order.
+            self.process = subprocess.Popen(
+                self._argv,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def check(self) -> None:
         code = self.process.poll()
@@ -144,22 +185,15 @@ class _Program:
 
 @contextlib.contextmanager
 def _program(folder: Path, argv: list[str]) -> Iterator[_Program]:
-    name = Path(argv[0]).name
-    log = folder / f"{name}.log"
-    with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches us alone, and we stop the programs in the right order.
-        process = subprocess.Popen(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+    program = _Program(folder, argv)
     try:
-        yield _Program(name, process, log)
+        yield program
     finally:
-        process.terminate()
+        program.process.terminate()
         try:
-            process.wait(STOP_TIMEOUT_SECONDS)
+            program.process.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            program.kill()
 
 
 def _get(url: str, token: str, authority: Path) -> str:

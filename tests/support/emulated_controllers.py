@@ -1,12 +1,12 @@
-"""Deployment, ReplicaSet and garbage collection, for an API server that has no kube-controller-manager beside it.
+"""Deployment, ReplicaSet, StatefulSet and garbage collection, for an API server without a kube-controller-manager.
 
 `python -m tests.support.emulated_controllers --kubeconfig FILE` works over plain HTTP, on a real or an emulated server,
 until its stdin closes. Level-triggered: whenever anything has changed it lists everything and corrects what is wrong.
 
 Like the real controllers: pod-template-hash and revisions, rolling updates within maxSurge and maxUnavailable,
-Recreate, pause, history limit, progress deadline, the status fields and conditions; background, foreground and
-orphaning deletion by owner references. Unlike them: no proportional scaling in mid-rollout, no events, no other kinds
-of workload.
+Recreate, pause, history limit, progress deadline, the status fields and conditions; Jobs of one pod without retries
+(emulated_jobs.py); StatefulSets (emulated_statefulsets.py); background, foreground and orphaning deletion by owner
+references. Unlike them: no proportional scaling in mid-rollout, no events, no other kinds of workload.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 import httpx
 import yaml
 
+from .emulated_jobs import job_pod, job_status
 from .emulated_rollout import (
     HASH,
     REVISION,
@@ -41,6 +42,7 @@ from .emulated_rollout import (
     template_of,
     worth,
 )
+from .emulated_statefulsets import Step, next_step, revision, stateful_status
 
 PASS_SECONDS = 0.1
 """The least time between two looks at the server."""
@@ -65,7 +67,10 @@ class Kind:
 
 DEPLOYMENTS = Kind("/apis/apps/v1", "deployments", "Deployment")
 REPLICA_SETS = Kind("/apis/apps/v1", "replicasets", "ReplicaSet")
+STATEFUL_SETS = Kind("/apis/apps/v1", "statefulsets", "StatefulSet")
 PODS = Kind("/api/v1", "pods", "Pod")
+JOBS = Kind("/apis/batch/v1", "jobs", "Job")
+CLAIMS = Kind("/api/v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 
 
 @dataclass
@@ -115,13 +120,20 @@ class Controllers:
 
     def step(self) -> bool:
         """One pass; returns whether something is unfinished that only time will move."""
-        world = World({kind: self._list(kind) for kind in (DEPLOYMENTS, REPLICA_SETS, PODS)})
+        kinds = (DEPLOYMENTS, REPLICA_SETS, STATEFUL_SETS, PODS, CLAIMS, JOBS)
+        world = World({kind: self._list(kind) for kind in kinds})
         for each in world.objects[DEPLOYMENTS]:
             if not each["metadata"].get("deletionTimestamp"):
                 self._deployment(world, each)
         for each in world.objects[REPLICA_SETS]:
             if not each["metadata"].get("deletionTimestamp"):
                 self._replica_set(world, each)
+        for each in world.objects[JOBS]:
+            if not each["metadata"].get("deletionTimestamp"):
+                self._job(world, each)
+        for each in world.objects[STATEFUL_SETS]:
+            if not each["metadata"].get("deletionTimestamp"):
+                self._stateful_set(world, each)
         if time.monotonic() - self._collected < COLLECT_SECONDS:
             return True
         self._collect(World({kind: self._list(kind) for kind in self._kinds()}))
@@ -129,7 +141,7 @@ class Controllers:
         return any(
             each.get("status", {}).get("unavailableReplicas") or "status" not in each
             for each in world.objects[DEPLOYMENTS]
-        )
+        ) or any(each.get("status", {}).get("active") for each in world.objects[JOBS])
 
     def _kinds(self) -> list[Kind]:
         """All that can be listed and deleted; asked for anew every few seconds, since definitions come and go."""
@@ -207,6 +219,37 @@ class Controllers:
         if any(old.get(key, 0) != value for key, value in status.items()):
             changed = self._patch(REPLICA_SETS, rs, {"status": status}, "/status")
             rs |= changed or {}
+
+    def _job(self, world: World, job: Json) -> None:
+        """Of one pod, without retries; ends and deadlines."""
+        pods = world.owned(PODS, job)
+        status = job_status(job, pods, world.now)
+        if status is None:
+            path = f"/api/v1/namespaces/{job['metadata']['namespace']}/pods"
+            self._send("POST", path, job_pod(job, _owner(JOBS, job)))
+            return
+        if status != {key: value for key, value in job.get("status", {}).items() if value is not None}:
+            job |= self._patch(JOBS, job, {"status": {"active": None, **status}}, "/status") or {}
+        if any(condition["type"] == "Failed" for condition in status.get("conditions", ())):
+            for each in pods:  # those that run on, past a deadline
+                if each.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+                    self._delete(PODS, each)
+
+    def _stateful_set(self, world: World, stateful: Json) -> None:
+        namespace = stateful["metadata"]["namespace"]
+        pods = world.owned(PODS, stateful)
+        claims = {each["metadata"]["name"] for each in world.objects[CLAIMS]}
+        step: Step = next_step(stateful, pods, claims, owner=_owner(STATEFUL_SETS, stateful), namespace=namespace)
+        for claim in step.claims:
+            self._send("POST", f"/api/v1/namespaces/{namespace}/persistentvolumeclaims", claim)
+        for pod in step.pods:
+            made = self._send("POST", f"/api/v1/namespaces/{namespace}/pods", pod)
+            pods += [] if made is None else [made]
+        for each in step.doomed:
+            self._delete(PODS, each)
+        status = stateful_status(stateful, pods, revision(stateful))
+        if any(stateful.get("status", {}).get(key) != value for key, value in status.items()):
+            stateful |= self._patch(STATEFUL_SETS, stateful, {"status": status}, "/status") or {}
 
     def _deployment(self, world: World, deployment: Json) -> None:
         every = [

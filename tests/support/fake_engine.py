@@ -23,6 +23,7 @@ from reprise_engine.errors import ModelNotFound, UnsupportedModel
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.loop import EngineCore
 from reprise_engine.messages import LoadProgress
+from reprise_engine.out_of_memory import Phase, naming_phase
 from reprise_engine.request import RequestId, TokenId, TokenLogprobs
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import Step, StepResult
@@ -31,6 +32,12 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 MAX_MODEL_LEN = 200
 EOS_ID = 257
+NPU_OUT_OF_MEMORY = (
+    "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity; 58.92 GiB already allocated; "
+    "58.92 GiB current active; 1.66 GiB free; 58.95 GiB reserved in total by PyTorch) If reserved memory is >> "
+    "allocated memory try setting max_split_size_mb to avoid fragmentation."
+)
+"""In torch_npu's words."""
 VOCAB_SIZE = 260
 
 CHAT_TEMPLATE = (
@@ -59,7 +66,8 @@ def write_model(folder: Path) -> Path:
 
 
 class CountingRunner:
-    """Steps take `seconds` each; a prompt that ends in "!" breaks it, one that ends in "~" kills the process.
+    """Steps take `seconds` each; a prompt that ends in "!" breaks it, one that ends in "~" kills the process,
+    one that ends in "^" takes more memory than the device has.
 
     "{" goes on for 255 tokens, being the one behind "z".
     """
@@ -77,6 +85,8 @@ class CountingRunner:
             last = part.token_ids[-1]
             if part.output_index == 0 and last == ord("!"):
                 raise RuntimeError("device on fire")
+            if part.output_index == 0 and last == ord("^"):
+                raise RuntimeError(NPU_OUT_OF_MEMORY)
             if part.output_index == 0 and last == ord("~"):
                 os.kill(os.getpid(), signal.SIGKILL)
             token = EOS_ID if last == ord("z") else (last + 1) % 256
@@ -154,3 +164,8 @@ def build_buggy(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore
 def build_killed(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def build_out_of_memory(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
+    with naming_phase(Phase.KV_CACHE):
+        raise RuntimeError(NPU_OUT_OF_MEMORY)

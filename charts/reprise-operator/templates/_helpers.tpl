@@ -26,11 +26,27 @@ app.kubernetes.io/part-of: reprise
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
+{{- define "reprise-operator.image" -}}
+{{- if .Values.image.digest }}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
+{{- else }}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end }}
+{{- end }}
+
 {{- define "reprise-operator.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create }}
 {{- default (include "reprise-operator.fullname" .) .Values.serviceAccount.name }}
 {{- else }}
 {{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{- define "reprise-operator.referenceKeySecret" -}}
+{{- if (.Values.referenceKey).existingSecret }}
+{{- .Values.referenceKey.existingSecret }}
+{{- else if (.Values.referenceKey).create }}
+{{- include "reprise-operator.fullname" . }}-reference-key
 {{- end }}
 {{- end }}
 
@@ -47,17 +63,26 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   resources: [inferenceservices/finalizers]
   verbs: [update]
 - apiGroups: [apps]
-  resources: [deployments]
+  resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [replicasets]
   verbs: [list]
 - apiGroups: [""]
-  resources: [services]
+  resources: [services, configmaps]
   verbs: [get, list, watch, create, patch, delete]
+# Deleted are pods of a StatefulSet that are of an older template: the operator says which one goes first.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]
+# Why a vLLM engine ended, or a changed one, is in its log, not in its last words.
+- apiGroups: [""]
+  resources: [pods/log]
+  verbs: [get]
+# A change is checked by a Job before the last serving pod is taken for it.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, create, delete]
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get]
@@ -68,5 +93,29 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [list, create, patch]
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [get, list, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, create, patch, delete]
+{{- if .Values.rbac.gateway }}
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [get, list, create, patch, delete]
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
+{{- if .Values.rbac.podMonitors }}
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
+{{- if .Values.rbac.keda }}
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
 {{- end }}

@@ -24,6 +24,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
+from reprise_engine.entrypoints.fetch import add_fetch_arguments
 from reprise_engine.entrypoints.values import (
     folder,
     json_object,
@@ -41,7 +42,7 @@ from reprise_engine.server.options import ServerOptions
 from reprise_engine.version import __version__
 
 API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
-"""A Kubernetes Secret goes into one of these: an argument would show in every listing of processes."""
+"""A Kubernetes Secret goes into one of these: an argument would show in every listing of processes. A key a line."""
 
 ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
 MIN_SECRET_LENGTH = 16
@@ -248,8 +249,12 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="an OpenAI-compatible server of one model")
     add_serve_arguments(serve, positional_model=True)
+    check = commands.add_parser("check", help="whether serve would start: its flags and the model's files, no weights")
+    check.add_argument("--arguments-only", action="store_true", help="leave the model's files alone")
+    add_serve_arguments(check, positional_model=True)
     add_bench_arguments(commands.add_parser("bench", help="measure a server: latency, throughput, cache hits"))
     add_eval_arguments(commands.add_parser("eval", help="whether the cache changes what a model says"))
+    add_fetch_arguments(commands.add_parser("fetch", help="bring a model onto a volume: resumed, verified"))
     return parser
 
 
@@ -363,8 +368,9 @@ def _api_keys(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tup
         raise ConfigError("--api-key is empty; give a key, or leave the flag out.")
     for variable in API_KEY_VARIABLES:
         if variable in environment:
-            key = environment[variable].strip()
-            if not key:
+            # A header holds no line break, so no key can: a Secret with several keys has one a line.
+            given = [line.strip() for line in environment[variable].splitlines() if line.strip()]
+            if not given:
                 raise ConfigError(f"{variable} is set, but empty; give a key, or unset it.")
-            keys.append(key)
+            keys += given
     return tuple(dict.fromkeys(keys))

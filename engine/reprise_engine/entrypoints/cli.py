@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from reprise_engine.entrypoints import bench, evaluate
+from reprise_engine.entrypoints import bench, check, evaluate, fetch
 from reprise_engine.entrypoints.arguments import ArgumentParser, build_parser, server_options
 from reprise_engine.errors import ConfigError
 from reprise_engine.server import lifecycle, logs
@@ -18,8 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if parsed.command == "bench":
         return bench.main(parsed)
+    if parsed.command == "check":
+        return check.main(parsed)
     if parsed.command == "eval":
         return evaluate.main(parsed)
+    if parsed.command == "fetch":
+        return fetch.main(parsed)
     return serve(parser, parsed)
 
 

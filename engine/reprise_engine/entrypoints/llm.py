@@ -118,7 +118,7 @@ class LLM:
         chat_template: str | None = None,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """Loads the model. Raises ConfigError, ModelError or InsufficientMemory.
+        """Loads the model. Raises ConfigError, ModelError, InsufficientMemory or OutOfMemory.
 
         `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids
         and completions have no text. `kv_events_config` is what the server takes as `--kv-events-config`.

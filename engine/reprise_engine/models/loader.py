@@ -23,6 +23,7 @@ from reprise_engine.models.quiet import without_progress_bars
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
 from reprise_engine.native import Kernels
+from reprise_engine.out_of_memory import memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
         except _UNREADABLE_WEIGHTS as error:
+            if memory_of(error) is not None:
+                raise  # the files may be sound
             # Only the first line: torch adds advice on loading files that run code.
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise DamagedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from reprise_engine.engine import EngineClient
-from reprise_engine.errors import ConfigError, RepriseError
+from reprise_engine.errors import ConfigError, OutOfMemory, RepriseError
 from reprise_engine.messages import LoadProgress
 from reprise_engine.server import logs
 from reprise_engine.server.app import create_app
@@ -92,7 +92,8 @@ def run(options: ServerOptions) -> int:
         return asyncio.run(serve(options, listener))
     except RepriseError as error:
         # The operator reads the class of the error from the last words: it becomes the reason in the status.
-        words = f"{type(error).__name__}: {error}"
+        told = error.__cause__ if isinstance(error.__cause__, OutOfMemory) else error
+        words = f"{type(told).__name__}: {told}"
         return _fail(str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED, words=words)
 
 

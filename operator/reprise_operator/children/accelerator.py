@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ _DRIVER_PATHS = (
 )
 
 
+VOLCANO = "volcano"
+_VIRTUAL = re.compile(r"^huawei\.com/Ascend(910|310P)-\d+c(\.[a-z0-9.]+)?$")
+
+
 def profile_of(service: InferenceService) -> Profile:
     """The profile the spec names; the schema admits no other."""
     return PROFILES[service.spec.accelerator.profile]
@@ -31,10 +36,18 @@ def resource_name(service: InferenceService) -> str | None:
     return (service.spec.accelerator.resource_name or profile.resource) if profile.is_npu else None
 
 
+def is_virtual(resource: str | None) -> bool:
+    """Whether the resource is a part of a chip by MindCluster's device plugin, such as huawei.com/Ascend910-16c."""
+    return bool(_VIRTUAL.match(resource or ""))
+
+
 def device_count(service: InferenceService) -> int:
     """Devices of one pod; 0 on a CPU."""
     profile = profile_of(service)
-    return (service.spec.accelerator.count or profile.minimum) if profile.is_npu else 0
+    if not profile.is_npu:
+        return 0
+    least = 1 if is_virtual(service.spec.accelerator.resource_name) else profile.minimum
+    return service.spec.accelerator.count or least
 
 
 def container_resources(service: InferenceService) -> dict[str, dict[str, Any]]:
@@ -67,6 +80,14 @@ def driver_volumes(service: InferenceService) -> tuple[list[dict[str, Any]], lis
     volumes = [{"name": name, "hostPath": {"path": path, "type": kind}} for name, path, kind in _DRIVER_PATHS]
     mounts = [{"name": name, "mountPath": path, "readOnly": True} for name, path, _ in _DRIVER_PATHS]
     return volumes, mounts
+
+
+def scheduler_labels(service: InferenceService) -> dict[str, str]:
+    """Labels of pods that Volcano places. What else it is told (fault-scheduling, queues) is the user's to say."""
+    label = profile_of(service).volcano_label
+    if label is None or service.spec.pod_template.scheduler_name != VOLCANO:
+        return {}
+    return {label[0]: label[1]}
 
 
 def accelerator_env(service: InferenceService) -> list[dict[str, Any]]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
-from reprise_operator.resource import ClaimModel, HostPathModel, InferenceService, Runtime
+from reprise_operator.children.prefix_cache import cache_args
+from reprise_operator.naming import digest
+from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT
 
 MODEL_MOUNT = "/model"
@@ -22,6 +24,15 @@ def model_path(service: InferenceService) -> str:
             return f"{MODEL_MOUNT}/{path.rpartition('/')[2]}" if is_file(path) else MODEL_MOUNT
         case ClaimModel(path=path):
             return f"{MODEL_MOUNT}/{path}" if path else MODEL_MOUNT
+        case FetchedModel(location=location) as source:
+            folder = f"{MODEL_MOUNT}/{fetched_folder(source)}"
+            return f"{folder}/{location.rpartition('/')[2]}" if is_file(location) else folder
+
+
+def fetched_folder(source: FetchedModel) -> str:
+    """Name of a fetched model's folder on its volume: readable, and another for another URI or revision."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", source.location)[:48].strip("-.")
+    return f"{source.scheme}-{readable}-{digest([source.uri, source.revision], length=12)}"
 
 
 def is_file(path: str) -> bool:
@@ -47,9 +58,12 @@ def _serve(service: InferenceService, memory: MemoryPlan) -> list[str]:
     args.append(_switch("enable-prefix-caching", on=service.prefix_caching))
     if service.spec.prefix_caching.block_size is not None:
         args += ["--block-size", str(service.spec.prefix_caching.block_size)]
+    if service.spec.prefix_caching.hash_algorithm is not None:
+        args += ["--prefix-caching-hash-algo", service.spec.prefix_caching.hash_algorithm]
     if model.max_model_len is not None:
         args += ["--max-model-len", str(model.max_model_len)]
-    dtype = model.dtype or profile_of(service).dtype
+    only = profile_of(service).dtype
+    dtype = only if only is not None and model.dtype == "auto" else model.dtype or only
     if dtype is not None:
         args += ["--dtype", dtype]
     return args
@@ -66,7 +80,7 @@ def _reprise(service: InferenceService) -> list[str]:
         args.append(_switch("enable-chunked-prefill", on=chunked))
     if chunked is False:
         args += _whole_prompts(service)
-    return args
+    return args + cache_args(service)
 
 
 def _vllm_ascend(service: InferenceService) -> list[str]:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from reprise_operator.children.accelerator import profile_of
 from reprise_operator.children.memory import MemoryPlan
-from reprise_operator.children.pod import STARTUP_SECONDS, build_pod_template
+from reprise_operator.children.pod import build_pod_template, startup_seconds
+from reprise_operator.children.strategy import default_strategy
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import InferenceService
+from reprise_operator.resource import FetchedModel, InferenceService
 from reprise_operator.settings import Settings
 
-PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 300
-"""More than a pod may take to start, or a rollout would be called failed while a model loads."""
+FETCH_SECONDS = 6 * 3600
+"""For a fetch on top of it: 700 GB at 32 MB a second."""
+
+
+def progress_deadline_seconds(service: InferenceService) -> int:
+    """Seconds without progress after which a change has failed.
+
+    What the spec says; else more than a pod may take to start, or a change would fail while a model loads.
+    """
+    fetching = FETCH_SECONDS if isinstance(service.source, FetchedModel) else 0
+    return service.spec.rollout.progress_deadline_seconds or startup_seconds(service) + 300 + fetching
 
 
 def build_deployment(
-    service: InferenceService, settings: Settings, *, replicas: int, memory: MemoryPlan
+    service: InferenceService, settings: Settings, *, replicas: int | None, memory: MemoryPlan
 ) -> dict[str, Any]:
-    """The Deployment's manifest."""
+    """The Deployment's manifest; `replicas` None leaves their number out, for somebody else to decide."""
     identity = service.identity
+    strategy = default_strategy(service)
     return stamped(
         {
             "apiVersion": "apps/v1",
@@ -31,19 +41,12 @@ def build_deployment(
                 "ownerReferences": [owner_reference(identity)],
             },
             "spec": {
-                "replicas": replicas,
+                **({} if replicas is None else {"replicas": replicas}),
                 "selector": {"matchLabels": selector_labels(identity)},
-                "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(service)},
-                "progressDeadlineSeconds": PROGRESS_DEADLINE_SECONDS,
+                "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy.manifest()},
+                "progressDeadlineSeconds": progress_deadline_seconds(service),
                 "revisionHistoryLimit": 3,
                 "template": build_pod_template(service, settings, memory),
             },
         }
     )
-
-
-def _rolling_update(service: InferenceService) -> dict[str, int]:
-    """NPUs are scarce: a surge pod would often wait for a device for ever. A CPU has room for one more."""
-    if profile_of(service).is_npu:
-        return {"maxSurge": 0, "maxUnavailable": 1}
-    return {"maxSurge": 1, "maxUnavailable": 0}

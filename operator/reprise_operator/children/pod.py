@@ -13,12 +13,22 @@ from reprise_operator.children.accelerator import (
     driver_volumes,
     profile_of,
     runtime_class_name,
+    scheduler_labels,
     with_node_affinity,
 )
 from reprise_operator.children.args import MODEL_MOUNT, engine_args, is_file
+from reprise_operator.children.fetch import FSGROUP, build_fetch_container, cache_volume
 from reprise_operator.children.memory import MemoryPlan
+from reprise_operator.children.prefix_cache import (
+    cache_annotations,
+    cache_env,
+    cache_volumes,
+    volume_security,
+    warmup_seconds,
+    with_host_memory,
+)
 from reprise_operator.naming import pod_labels, reserved_labels
-from reprise_operator.resource import ClaimModel, EnvVar, HostPathModel, InferenceService, Runtime
+from reprise_operator.resource import ClaimModel, EnvVar, FetchedModel, HostPathModel, InferenceService, Runtime
 from reprise_operator.settings import ENGINE_PORT, Settings
 
 CONTAINER = "engine"
@@ -38,10 +48,12 @@ _API_KEY_ENV = {Runtime.REPRISE: "REPRISE_API_KEY", Runtime.VLLM_ASCEND: "VLLM_A
 def build_pod_template(service: InferenceService, settings: Settings, memory: MemoryPlan) -> dict[str, Any]:
     """metadata and spec of the Deployment's pods."""
     user = service.spec.pod_template
-    metadata: dict[str, Any] = {"labels": {**pod_labels(service.identity), **user.metadata.labels}}
+    labels = {**pod_labels(service.identity), **scheduler_labels(service), **user.metadata.labels}
+    metadata: dict[str, Any] = {"labels": labels}
     metadata["labels"] |= reserved_labels(service.identity)
-    if user.metadata.annotations:
-        metadata["annotations"] = dict(user.metadata.annotations)
+    annotations = {**user.metadata.annotations, **cache_annotations(service)}
+    if annotations:
+        metadata["annotations"] = annotations
     volumes, mounts = _volumes(service)
     affinity = with_node_affinity(user.affinity, profile_of(service))
     optional: dict[str, Any] = {
@@ -54,6 +66,12 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
         "runtimeClassName": runtime_class_name(service),
         "imagePullSecrets": [{"name": secret.name} for secret in service.spec.runtime.image_pull_secrets],
     }
+    if isinstance(service.source, FetchedModel):
+        user_env = [_env_entry(item) for item in service.spec.runtime.env]
+        fetching = build_fetch_container(
+            service, service.source, image=fetch_image(service, settings), user_env=user_env, mounts=mounts
+        )
+        optional["initContainers"] = [fetching]
     spec: dict[str, Any] = {
         "containers": [_container(service, settings, memory, mounts)],
         "volumes": volumes,
@@ -77,6 +95,18 @@ def engine_image(service: InferenceService, settings: Settings) -> str:
     return settings.reprise_image
 
 
+def fetch_image(service: InferenceService, settings: Settings) -> str:
+    """Of the init container that fetches the model."""
+    if settings.fetch_image is not None:
+        return settings.fetch_image
+    return engine_image(service, settings) if service.spec.runtime.name is Runtime.REPRISE else settings.reprise_image
+
+
+def startup_seconds(service: InferenceService) -> int:
+    """How long a pod may take to become ready, its warm-up included."""
+    return STARTUP_SECONDS + warmup_seconds(service)
+
+
 def _container(
     service: InferenceService, settings: Settings, memory: MemoryPlan, mounts: list[dict[str, Any]]
 ) -> dict[str, Any]:
@@ -90,12 +120,12 @@ def _container(
         "securityContext": _container_security(service),
         "lifecycle": {"preStop": {"sleep": {"seconds": _DRAIN_SECONDS[service.spec.runtime.name]}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "startupProbe": _probe(failures=STARTUP_SECONDS // PROBE_SECONDS),
+        "startupProbe": _probe(failures=startup_seconds(service) // PROBE_SECONDS),
         "readinessProbe": _probe(failures=3),
         # A busy engine may answer late; only one that has been silent for minutes is restarted.
         "livenessProbe": {**_probe(failures=6), "periodSeconds": 20, "timeoutSeconds": 10},
     }
-    resources = container_resources(service)
+    resources = with_host_memory(container_resources(service), service)
     if resources:
         container["resources"] = resources
     return container
@@ -116,6 +146,9 @@ def _env(service: InferenceService) -> list[dict[str, Any]]:
     runtime = service.spec.runtime.name
     env: list[dict[str, Any]] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
+        # Nothing is fetched unless the URI says so, and then by the init container: an engine never asks a hub.
+        {"name": "HF_HUB_OFFLINE", "value": "1"},
+        {"name": "TRANSFORMERS_OFFLINE", "value": "1"},
         *accelerator_env(service),
     ]
     if runtime is Runtime.REPRISE:
@@ -127,6 +160,7 @@ def _env(service: InferenceService) -> list[dict[str, Any]]:
     if secret is not None:
         reference = {"name": secret.name, "key": secret.key}
         env.append({"name": _API_KEY_ENV[runtime], "valueFrom": {"secretKeyRef": reference}})
+    env += cache_env(service)
     return _merge(env, (_env_entry(item) for item in service.spec.runtime.env), key=_name)
 
 
@@ -141,17 +175,20 @@ def _volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict
     user = service.spec.pod_template
     shm = NPU_SHM if profile_of(service).is_npu else CPU_SHM
     driver, driver_mounts = driver_volumes(service)
+    cache, cache_mounts = cache_volumes(service)
     volumes: list[dict[str, Any]] = [
         {"name": "model", **_model_volume(service)},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
         *driver,
+        *cache,
     ]
     mounts: list[dict[str, Any]] = [
         {"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a path inside the container
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the same
         *driver_mounts,
+        *cache_mounts,
     ]
     return _merge(volumes, user.volumes, key=_name), _merge(mounts, user.volume_mounts, key=_place)
 
@@ -159,12 +196,14 @@ def _volumes(service: InferenceService) -> tuple[list[dict[str, Any]], list[dict
 def _model_volume(service: InferenceService) -> dict[str, Any]:
     match service.source:
         case HostPathModel(path=path):
-            # Of a file its folder is mounted. No type: the engine's own message about a missing model reaches the
-            # status, while a refused mount would only show in the pod's events.
+            # Of a file its folder is mounted. The type: without it the kubelet would make a folder that is not there,
+            # and leave it on the node. mounts.py brings its refusal into the status.
             folder = (path.rpartition("/")[0] or "/") if is_file(path) else path
-            return {"hostPath": {"path": folder, "type": ""}}
+            return {"hostPath": {"path": folder, "type": "Directory"}}
         case ClaimModel(claim=claim):
             return {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        case FetchedModel():
+            return cache_volume(service.spec.model.cache)
 
 
 def _pod_security(service: InferenceService) -> dict[str, Any]:
@@ -173,6 +212,10 @@ def _pod_security(service: InferenceService) -> dict[str, Any]:
         context["runAsNonRoot"] = True
     if profile_of(service).is_npu:
         context["supplementalGroups"] = [HWHIAIUSER_GROUP]
+    context |= volume_security(service)
+    if isinstance(service.source, FetchedModel) and service.spec.model.cache.claim_name is not None:
+        # A new volume belongs to root. Only where its root does: the files of a large model would take minutes.
+        context |= {"fsGroup": FSGROUP, "fsGroupChangePolicy": "OnRootMismatch"}
     return context
 
 

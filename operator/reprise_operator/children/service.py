@@ -8,8 +8,11 @@ from reprise_operator.naming import child_labels, child_name, owner_reference, s
 from reprise_operator.resource import InferenceService
 
 
-def build_service(service: InferenceService) -> dict[str, Any]:
-    """The Service's manifest: `spec.service.port` → the container port "http" of the ready pods."""
+def build_service(service: InferenceService, *, sticky: bool) -> dict[str, Any]:
+    """The Service's manifest: `spec.service.port` → the container port "http" of the ready pods.
+
+    `sticky`: a client stays on one pod, whose cache knows it, where the spec does not say whether it shall.
+    """
     identity, asked = service.identity, service.spec.service
     return stamped(
         {
@@ -24,7 +27,7 @@ def build_service(service: InferenceService) -> dict[str, Any]:
             "spec": {
                 "type": asked.type,
                 "selector": selector_labels(identity),
-                "sessionAffinity": asked.session_affinity,
+                "sessionAffinity": asked.session_affinity or ("ClientIP" if sticky else "None"),
                 "ports": [{"name": "http", "port": asked.port, "protocol": "TCP", "targetPort": "http"}],
             },
         }

@@ -76,7 +76,7 @@ def _rooted(schema: Json) -> Json:
 def builtin_resources() -> Iterator[Resource]:
     """The kinds of builtins.yaml."""
     for model, about in _DATA["kinds"].items():
-        kind, schema = re.sub(r"^(Core)?V1", "", model), _rooted(model_schema(model))
+        kind, schema = re.sub(r"^(Core)?V[12]", "", model), _rooted(model_schema(model))
         seed, columns = {**_DATA["seed"], **about.get("seed", {})}, [*about.get("columns", ()), _AGE]
         known = {"kind": kind, "singular": kind.lower(), "schema": schema, "seed": seed, "columns": columns}
         yield Resource(**{**about, **known})

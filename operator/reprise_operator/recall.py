@@ -1,0 +1,85 @@
+"""What a pass has read may serve the next pass, until an event says otherwise: then a service that idles costs the API
+server nothing, however often its engines' figures are looked at.
+
+A memo holds the answers of one pass to its reads of watched kinds. It is kept only where nothing was written and no
+event came meanwhile, it is dropped by any event of the service, its children or its pods, and it grows no older than
+`max_age`, so what a dead watch does not tell of is read all the same. Kinds without a watch are always asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from reprise_operator.kinds import CONFIG_MAPS, REPLICA_SETS, WATCHED_TYPES, ResourceType
+
+_REMEMBERED = frozenset((*WATCHED_TYPES, REPLICA_SETS))
+"""ReplicaSets have no watch of their own: the Deployment's status changes with them."""
+
+
+@dataclass(slots=True)
+class Memo:
+    """The reads of one pass, by what was asked. Times by the clock of `Recall`."""
+
+    at: float
+    answers: dict[Hashable, Any] = field(default_factory=dict)
+    spoiled: bool = False
+    """Something was written, or an event came."""
+
+
+_memo: ContextVar[Memo | None] = ContextVar("memo", default=None)
+
+
+def memo_for(resource: ResourceType, *, by_name: bool = False) -> dict[Hashable, Any] | None:
+    """Where the present pass keeps answers about that kind; None outside a pass, and for kinds that are always read.
+
+    `by_name`: one object, which may be a user's. Users' ConfigMaps are read, and the watch brings ours only.
+    """
+    memo = _memo.get()
+    if memo is None or resource not in _REMEMBERED or (by_name and resource == CONFIG_MAPS):
+        return None
+    return memo.answers
+
+
+def written() -> None:
+    """The present pass has sent a write: what it read is no longer how things are."""
+    memo = _memo.get()
+    if memo is not None:
+        memo.spoiled = True
+
+
+class Recall:
+    """The memos of all services. `clock` gives seconds and must not jump."""
+
+    def __init__(self, *, max_age: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_age = max_age
+        self._clock = clock
+        self._kept: dict[Hashable, Memo] = {}
+        self._open: dict[Hashable, Memo] = {}
+
+    @contextlib.contextmanager
+    def passing(self, key: Hashable) -> Iterator[None]:
+        """One pass over `key`: reads inside are answered by the memo where there is one. An error drops it."""
+        now = self._clock()
+        memo = self._kept.pop(key, None)
+        if memo is None or now - memo.at > self._max_age:
+            memo = Memo(at=now)
+        self._open[key] = memo
+        token = _memo.set(memo)
+        try:
+            yield
+        finally:
+            _memo.reset(token)
+            del self._open[key]
+        if not memo.spoiled:
+            self._kept[key] = memo
+
+    def spoil(self, key: Hashable) -> None:
+        """Something of `key` has changed, or is to be read anew."""
+        self._kept.pop(key, None)
+        if key in self._open:
+            self._open[key].spoiled = True
