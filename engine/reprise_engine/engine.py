@@ -23,7 +23,7 @@ from typing import Any
 
 from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.config import EngineConfig, ResolvedConfig
-from reprise_engine.errors import EngineDead
+from reprise_engine.errors import EngineDead, EngineStopped, RepriseError, SlowReader
 from reprise_engine.messages import (
     DEFAULT_BUILDER,
     Abort,
@@ -53,7 +53,10 @@ _SHORT_SPIN = ("GOMP_SPINCOUNT", "500")
 """OpenMP's threads wait for each other dozens of times a token. By default they spin for milliseconds, and where a
 neighbour wants a processor, decoding falls to a fraction (docs/cpu-performance.md). This is some microseconds."""
 
-Inbox = asyncio.Queue[RequestOutput | EngineDead]
+MAX_UNREAD_OUTPUTS = 4096
+"""Of one request, with one token each: what a client may lag behind. With twenty logprobs a token they are 10 MiB."""
+
+Inbox = asyncio.Queue[RequestOutput | RepriseError]
 
 
 class EngineClient:
@@ -164,7 +167,7 @@ class EngineClient:
         """The outputs of one request, as steps bring them, to the finished one.
 
         Leaving early (break, cancellation, aclose) aborts the request in the engine. Raises the RequestError by which
-        the engine refused it, or EngineDead.
+        the engine refused it, SlowReader where MAX_UNREAD_OUTPUTS wait to be taken, or EngineDead.
         """
         self._check_alive()
         inbox: Inbox = asyncio.Queue()
@@ -174,7 +177,7 @@ class EngineClient:
         try:
             while not finished:
                 item = await inbox.get()
-                if isinstance(item, EngineDead):
+                if isinstance(item, RepriseError):
                     finished = True
                     raise item
                 finished = item.finished
@@ -214,7 +217,7 @@ class EngineClient:
         if self._ended.done():
             raise self._ended.result()
         if not self.alive:
-            raise EngineDead("The engine is not ready: the model is still loading, or the server is shutting down.")
+            raise EngineStopped("The engine is not ready: the model is still loading, or the server is shutting down.")
 
     # --- the two threads
 
@@ -254,8 +257,12 @@ class EngineClient:
                     self._on_stats(stats)
                 for output in outputs:
                     inbox = self._inboxes.get(output.request_id)
-                    if inbox is not None:  # None: aborted while the output was under way
+                    if inbox is None:
+                        continue  # aborted while the output was under way
+                    if inbox.qsize() < MAX_UNREAD_OUTPUTS:
                         inbox.put_nowait(output)
+                    else:
+                        self._give_up(output.request_id, inbox)
             case PrefixCacheReset(token=token) | PrefixCacheInspected(token=token) | Unpinned(token=token):
                 future = self._questions.pop(token, None)
                 if future is not None and not future.done():
@@ -272,8 +279,16 @@ class EngineClient:
             case Died():
                 self._last_words = message
 
+    def _give_up(self, request_id: RequestId, inbox: Inbox) -> None:
+        """Its reader gets an error in the place of all that it has not read."""
+        del self._inboxes[request_id]
+        self._outbox.put(Abort((request_id,)))
+        while not inbox.empty():
+            inbox.get_nowait()
+        inbox.put_nowait(SlowReader(f"The client left {MAX_UNREAD_OUTPUTS} outputs unread; the request was aborted."))
+
     def _take_end(self, code: int) -> None:
-        error = EngineDead(self._cause(code))
+        error = (EngineStopped if self._closing else EngineDead)(self._cause(code))
         if self._last_words is not None:
             error.__cause__ = self._last_words.cause
         self._connection.close()

@@ -15,7 +15,9 @@
     ├── OutOfMemory            memory ran out, of the device or of the host (out_of_memory.py)
     ├── RequestError           one request is wrong: HTTP 400, nothing else stops
     │   └── ContextLengthExceeded
-    └── EngineDead             the engine process is gone: HTTP 503, /health fails
+    ├── SlowReader             a client leaves too many outputs unread: its request is aborted
+    └── EngineDead             the engine process is gone: its requests get HTTP 500, /health fails
+        └── EngineStopped      it was told to end, or does not serve yet: HTTP 503
 
 A message names the field, its value, the limit and what to do.
 """
@@ -98,5 +100,13 @@ class ContextLengthExceeded(RequestError):
     """Prompt (plus max_tokens) does not fit max_model_len, or the prompt can never fit the KV pool."""
 
 
+class SlowReader(RepriseError):
+    """A client takes its outputs more slowly than they are generated, and more of them wait than are held for it."""
+
+
 class EngineDead(RepriseError):
-    """The engine process has ended; the API process answers 503 until it is restarted."""
+    """The engine process has ended by itself. The server ends too, to be restarted."""
+
+
+class EngineStopped(EngineDead):
+    """The engine process does not serve: it loads, or was told to end."""

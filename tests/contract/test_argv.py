@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from reprise_engine.config import HashAlgorithm
 from reprise_engine.entrypoints.arguments import (
-    API_KEY_VARIABLES,
     ISOLATION_VARIABLE,
     ArgumentParser,
     add_serve_arguments,
     build_parser,
     server_options,
 )
+from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES
 from reprise_engine.server import pinning
 from reprise_engine.server.options import ServerOptions
 from reprise_operator.cache_checks import API_KEY_ENV

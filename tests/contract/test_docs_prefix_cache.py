@@ -11,7 +11,8 @@ from fastapi.routing import APIRoute
 
 from reprise_engine.cache_report import MissReason
 from reprise_engine.config import DEFAULT_PIN_BUDGET, HashAlgorithm
-from reprise_engine.entrypoints.arguments import API_KEY_VARIABLES, ISOLATION_VARIABLE, MIN_SECRET_LENGTH, build_parser
+from reprise_engine.entrypoints.arguments import ISOLATION_VARIABLE, MIN_SECRET_LENGTH, build_parser
+from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.kv_events.wire import INT_HASHES_VARIABLE, _Cleared, _Removed, _Stored
 from reprise_engine.server.metrics import Metrics

@@ -40,11 +40,12 @@ def test_every_flag_reaches_its_field() -> None:
         *("--dtype", "float16", "--max-model-len", "32k", "--device", "cpu", "--seed", "7", "--block-size", "32"),
         *("--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "9"),
         *("--kv-cache-memory-bytes", "1.5G", "--max-num-seqs", "3", "--max-num-batched-tokens", "4K"),
-        *("--enable-chunked-prefill", "--api-key", "k1", "k2", "--chat-template", "c", "--generation-config", "vllm"),
+        *("--enable-chunked-prefill", "--chat-template", "c", "--generation-config", "vllm"),
         *("--override-generation-config", '{"temperature": 0.5}', "--enable-force-include-usage"),
         *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256_cbor"),
         *("--prefix-cache-pin-budget", "12", "--warmup-prompts", "w.jsonl", "--warmup-timeout", "7"),
         *("--enable-prompt-tokens-details", "--tensor-parallel-size", "1"),
+        environment={"REPRISE_API_KEY": "k1\nk2"},
     )
     model, cache, scheduler = made.engine.model, made.engine.cache, made.engine.scheduler
     assert (model.tokenizer, model.revision, model.dtype, model.max_model_len, model.seed) == (
@@ -95,18 +96,6 @@ def test_other_numbers_are_refused(text: str) -> None:
 
 def test_max_model_len_may_be_automatic() -> None:
     assert options("m", "--max-model-len", "auto").engine.model.max_model_len is None
-
-
-def test_keys_come_from_the_environment_too_and_never_show() -> None:
-    made = options("m", "--api-key", "a", environment={"VLLM_API_KEY": "b", "REPRISE_API_KEY": "c\n"})
-    assert set(made.api_keys) == {"a", "b", "c"}
-    assert "api_keys" not in repr(made)
-    several = options("m", environment={"REPRISE_API_KEY": "one\n\n  two \r\nthree\n"})
-    assert several.api_keys == ("one", "two", "three"), "a Secret with a key a line"
-    with pytest.raises(ConfigError, match="REPRISE_API_KEY is set, but empty"):
-        options("m", environment={"REPRISE_API_KEY": " "})
-    with pytest.raises(ConfigError, match="--api-key is empty"):
-        options("m", "--api-key", "")
 
 
 def test_without_chunked_prefill_a_whole_prompt_fits_into_one_step() -> None:

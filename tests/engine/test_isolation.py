@@ -117,7 +117,9 @@ def test_a_garbage_salt_is_refused_by_name(tmp_path_factory: pytest.TempPathFact
 
 def test_the_secret_comes_from_the_environment_or_a_flag_and_shows_nowhere() -> None:
     made = options(
-        *("--prefix-cache-isolation", "per-key", "--api-key", "k"), REPRISE_PREFIX_CACHE_ISOLATION_SECRET=SECRET
+        *("--prefix-cache-isolation", "per-key"),
+        REPRISE_API_KEY="k",
+        REPRISE_PREFIX_CACHE_ISOLATION_SECRET=SECRET,
     )
     assert (made.prefix_cache_isolation, made.prefix_cache_isolation_secret) == ("per-key", SECRET)
     assert SECRET not in repr(made)

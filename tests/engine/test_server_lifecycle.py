@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -115,7 +116,9 @@ def test_a_dead_engine_is_told_to_everybody_and_ends_the_server(tmp_path: Path) 
         reader.start()
         assert started.wait(20)
         response = server.client.post("/v1/completions", json={"prompt": "!"})
-        assert response.status_code == 503
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_dead"
+        assert health(server.client) == (503, "The engine process has ended; the server exits.")
         assert "device on fire" in response.json()["error"]["message"]
         reader.join()
         events = [line.removeprefix("data: ") for line in lines if line]
@@ -146,7 +149,7 @@ def test_a_death_exits_1_and_leaves_one_line_for_the_kubelet(tmp_path: Path, pro
     words.touch()
     with server_process(tmp_path / "m", TERMINATION_LOG_PATH=str(words)) as (process, client):
         wait_for(client, 200)
-        assert client.post("/v1/completions", json={"prompt": prompt}).status_code == 503
+        assert client.post("/v1/completions", json={"prompt": prompt}).status_code == 500
         code, _ = end(process)
         assert code == 1
         assert words.read_text() == line
@@ -204,7 +207,7 @@ def test_sigterm_turns_readiness_off_drains_and_exits_0(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         wait_for(client, 503, "The server is shutting down.")
         refused = client.post("/v1/completions", json={"prompt": "a"})
-        assert refused.status_code == 503
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         asker.join()
         assert answers[0]["usage"]["completion_tokens"] == 100
         code, lines = end(process)
@@ -245,9 +248,27 @@ def test_the_log_tells_what_is_served_and_keeps_quiet_about_probes(tmp_path: Pat
     assert code == 0
     assert f"serves counter, other-name at {str(client.base_url).rstrip('/')}/v1" in log
     assert "64 blocks of 4 = 256 tokens, prefix caching on" in log
-    assert "POST /v1/completions" in log
+    assert re.search(
+        r"INFO request_id=\w{32} client=127\.0\.0\.1:\d+ method=POST path=/v1/completions status=200 ", log
+    )
     assert "/health" not in log
     assert "/metrics" not in log
+
+
+def test_streams_end_by_themselves_during_a_drain(tmp_path: Path) -> None:
+    with server_process(tmp_path / "m", builder="build_slow") as (process, client):
+        wait_for(client, 200)
+        body = {"prompt": "{", "max_tokens": 60, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            text = "".join(lines)
+        assert '"finish_reason":"length"' in text
+        assert text.endswith("data: [DONE]")
+        code, log = end(process)
+    assert code == 0
+    assert any(line.endswith("INFO drained") for line in log)
 
 
 def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:

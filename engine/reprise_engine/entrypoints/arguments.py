@@ -25,6 +25,7 @@ from reprise_engine.config import (
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
 from reprise_engine.entrypoints.fetch import add_fetch_arguments
+from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES, add_http_arguments, api_keys, http_options
 from reprise_engine.entrypoints.values import (
     folder,
     json_object,
@@ -40,9 +41,6 @@ from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.server.isolation import IsolationMode
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.version import __version__
-
-API_KEY_VARIABLES = ("REPRISE_API_KEY", "VLLM_API_KEY")
-"""A Kubernetes Secret goes into one of these: an argument would show in every listing of processes. A key a line."""
 
 ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
 MIN_SECRET_LENGTH = 16
@@ -216,9 +214,6 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on (all)")  # noqa: S104
     server.add_argument("--port", type=port, default=8000, help="(8000); 0 takes a free one")
-    server.add_argument(
-        "--api-key", nargs="+", metavar="KEY", help=f"better in the environment: {' or '.join(API_KEY_VARIABLES)}"
-    )
     server.add_argument("--chat-template", metavar="FILE", help="file, or the template itself")
     server.add_argument(
         "--generation-config", default="auto", metavar="SOURCE", help="default sampling: auto, vllm (none) or a folder"
@@ -240,6 +235,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         choices=["debug", "info", "warning", "error", "critical"],
         default="info",
     )
+    add_http_arguments(parser)
 
 
 def build_parser() -> ArgumentParser:
@@ -270,11 +266,12 @@ def build_api_server_parser() -> ArgumentParser:
 
 def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServerOptions:
     """What the flags mean together. Raises ConfigError for values that cannot be honoured."""
-    api_keys = _api_keys(parsed, environment)
+    keys = api_keys(parsed, environment)
     isolation: IsolationMode = parsed.prefix_cache_isolation
-    if isolation == "per-key" and not api_keys:
+    if isolation == "per-key" and not keys:
         raise ConfigError(
-            f"--prefix-cache-isolation is per-key, but there are no API keys; set {API_KEY_VARIABLES[0]} or --api-key."
+            f"--prefix-cache-isolation is per-key, but there are no API keys; set {API_KEY_VARIABLES[0]} or "
+            "--api-key-file."
         )
     return ServerOptions(
         engine=EngineConfig(
@@ -305,7 +302,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
         host=parsed.host,
         port=parsed.port,
         served_names=tuple(parsed.served_model_name or ()),
-        api_keys=api_keys,
+        api_keys=keys,
         chat_template=parsed.chat_template,
         generation_config=parsed.generation_config,
         override_generation_config=parsed.override_generation_config,
@@ -315,6 +312,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
         prefix_cache_isolation_secret=_isolation_secret(parsed, environment),
         warmup_prompts=parsed.warmup_prompts,
         warmup_timeout=parsed.warmup_timeout,
+        http=http_options(parsed),
         log_level=parsed.log_level,
     )
 
@@ -359,18 +357,3 @@ def _isolation_secret(parsed: argparse.Namespace, environment: Mapping[str, str]
             "key's salt could find the secret by trying. Or leave it out: one is drawn at each start."
         )
     return secret
-
-
-def _api_keys(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Of the flag and of the environment; an empty key would let everybody in, or nobody."""
-    keys = list(parsed.api_key or ())
-    if any(not key.strip() for key in keys):
-        raise ConfigError("--api-key is empty; give a key, or leave the flag out.")
-    for variable in API_KEY_VARIABLES:
-        if variable in environment:
-            # A header holds no line break, so no key can: a Secret with several keys has one a line.
-            given = [line.strip() for line in environment[variable].splitlines() if line.strip()]
-            if not given:
-                raise ConfigError(f"{variable} is set, but empty; give a key, or unset it.")
-            keys += given
-    return tuple(dict.fromkeys(keys))

@@ -6,23 +6,52 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from reprise_engine.server import errors
+from reprise_engine.server.access import REQUEST_ID_HEADER, Access
+from reprise_engine.server.admission import Admission
 from reprise_engine.server.auth import ApiKeys
-from reprise_engine.server.routes import admin, chat, completions, models, operations, tokens
+from reprise_engine.server.request_body import BoundedBody
+from reprise_engine.server.routes import admin, chat, completions, models, operations, page, tokens
 from reprise_engine.server.state import ServerState
+from reprise_engine.server.tracing import Tracer
 
 
-def create_app(state: ServerState, *, api_keys: Sequence[str] = ()) -> FastAPI:
-    """All routes over one `state`; with `api_keys` every route but the probes' asks for one of them."""
+def create_app(state: ServerState, *, api_keys: Sequence[str] = (), tracer: Tracer | None = None) -> FastAPI:
+    """All routes over one `state`; with `api_keys` every route but the probes' and the page asks for one of them."""
     app = FastAPI(
         title="Reprise",
         version=state.version,
-        middleware=[Middleware(ApiKeys, keys=tuple(api_keys))] if api_keys else [],
+        middleware=_middleware(state, api_keys, tracer),
     )
     app.state.server = state
     app.state.has_api_keys = bool(api_keys)
     errors.install(app)
-    for routes in (models, chat, completions, tokens, operations, admin):
+    for routes in (models, chat, completions, tokens, operations, admin, page):
         app.include_router(routes.router)
     return app
+
+
+def _middleware(state: ServerState, api_keys: Sequence[str], tracer: Tracer | None) -> list[Middleware]:
+    """The outermost first: whoever has no key waits in no queue, and whoever is refused there has sent its body."""
+    options = state.http
+    found = [Middleware(Access, log=options.access_log, tracer=tracer)]
+    if options.allowed_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.allowed_origins,
+                allow_methods=options.allowed_methods,
+                allow_headers=options.allowed_headers,
+                allow_credentials=options.allow_credentials,
+                expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+            )
+        )
+    if api_keys:
+        found.append(Middleware(ApiKeys, keys=tuple(api_keys)))
+    found.append(Middleware(BoundedBody, max_size=options.max_request_body_size, timeout=options.receive_timeout))
+    found.append(
+        Middleware(Admission, state=state, max_queued=options.max_queued_requests, timeout=options.request_timeout)
+    )
+    return found

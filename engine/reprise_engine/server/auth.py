@@ -1,7 +1,9 @@
-"""API keys. Probes and scrapers have none, so /health, /ping and /metrics stay open."""
+"""API keys. Probes and scrapers have none, so /health, /ping and /metrics stay open; so does the page, which asks its
+reader for a key."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Sequence
 
@@ -11,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from reprise_engine.server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+PAGE_PATHS = frozenset({"/"})
 
 
 class ApiKeys:
@@ -18,10 +21,10 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = {key: key.encode() for key in keys}
+        self._keys = {key: _digest(key.encode()) for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | PAGE_PATHS or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
         key = self._key(scope)
@@ -38,6 +41,11 @@ class ApiKeys:
         """Which one the request bears."""
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, given = header.partition(b" ")
-        # All keys are compared, so the time tells nothing about which one was nearly right.
-        matches = [key for key, encoded in self._keys.items() if hmac.compare_digest(given.strip(), encoded)]
+        # All keys are compared, and their digests, so the time tells neither which one was nearly right nor its length.
+        wanted = _digest(given.strip())
+        matches = [key for key, digest in self._keys.items() if hmac.compare_digest(wanted, digest)]
         return matches[0] if matches and kind.lower() == b"bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

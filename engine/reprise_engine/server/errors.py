@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,10 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from reprise_engine.errors import EngineDead, RequestError
+from reprise_engine.errors import EngineDead, EngineStopped, RequestError, SlowReader
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+
+RETRY_LATER: Mapping[str, str] = {"Retry-After": "5"}
+"""Seconds: a header of every refusal that is about the moment and not about the request."""
 
 _SHOWN_INPUT = 80
 """Characters of a wrong value that a message repeats."""
@@ -50,8 +53,12 @@ def as_api_error(error: Exception) -> ApiError | None:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, error.message, param=error.param, code=error.code)
+    if isinstance(error, SlowReader):
+        return ApiError(408, str(error), code="slow_reader")
+    if isinstance(error, EngineStopped):
+        return ApiError(503, str(error), error_type=SERVER_ERROR, code="engine_unavailable", headers=dict(RETRY_LATER))
     if isinstance(error, EngineDead):
-        return ApiError(503, str(error), error_type=SERVER_ERROR, code="engine_unavailable")
+        return ApiError(500, str(error), error_type=SERVER_ERROR, code="engine_dead")
     return None
 
 
@@ -61,6 +68,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestError)
     @app.exception_handler(EngineDead)
+    @app.exception_handler(SlowReader)
     async def api_error(_: Request, error: Exception) -> JSONResponse:
         answer = as_api_error(error)
         assert answer is not None
@@ -79,9 +87,13 @@ def install(app: FastAPI) -> None:
         return JSONResponse(error_body(message), status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> JSONResponse:
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        # Answered outside of all middleware, so the id is put in here.
+        exchange = getattr(request.state, "exchange", None)
         return JSONResponse(
-            error_body(f"The server failed: {type(error).__name__}.", error_type=SERVER_ERROR), status_code=500
+            error_body(f"The server failed: {type(error).__name__}.", error_type=SERVER_ERROR),
+            status_code=500,
+            headers=None if exchange is None else {"X-Request-Id": exchange.request_id},
         )
 
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.engine import EngineClient
-from reprise_engine.request import EngineRequest, FinishReason, RequestOutput
+from reprise_engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import OutputText, TextDelta
 from reprise_engine.text.detokenizer import Decoder
+
+_MAX_UNREAD = 64
+"""Deltas of all sequences of a request that wait for its client; behind them the engine's outputs wait, bounded too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,16 @@ class Generation:
         self._isolated = isolated
         self._text = OutputText(decoder, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling)
         self._last_token: float | None = None
+        self.times: RequestTimes | None = None
+        """Its milestones so far."""
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Ends after the delta with a finish_reason. Leaving early aborts the sequence in the engine."""
         finish_reason = FinishReason.ABORT
-        output: RequestOutput | None = None
         try:
             async with aclosing(self._engine.generate(self.request)) as outputs:
                 async for output in outputs:
+                    self.times = output.times
                     delta = self._text.push(output)
                     self._count(output, len(delta.token_ids))
                     if delta.finish_reason is not None:
@@ -82,9 +87,7 @@ class Generation:
                     if delta.finish_reason is not None:
                         break
         finally:
-            self._metrics.finished(
-                finish_reason, output_tokens=self.completion_tokens, times=None if output is None else output.times
-            )
+            self._metrics.finished(finish_reason, output_tokens=self.completion_tokens, times=self.times)
 
     def _count(self, output: RequestOutput, tokens: int) -> None:
         if not tokens:
@@ -129,17 +132,17 @@ class Generations:
                 async for delta in deltas:
                     yield self.generations[0], delta
             return
-        inbox: asyncio.Queue[tuple[Generation, TextDelta] | Exception | None] = asyncio.Queue()
+        inbox: asyncio.Queue[tuple[Generation, TextDelta] | Exception | None] = asyncio.Queue(_MAX_UNREAD)
 
         async def pump(generation: Generation) -> None:
             try:
                 async with aclosing(generation.deltas()) as deltas:
                     async for delta in deltas:
-                        inbox.put_nowait((generation, delta))
+                        await inbox.put((generation, delta))
             except Exception as error:  # noqa: BLE001  (raised again by the reader of the inbox)
-                inbox.put_nowait(error)
+                await inbox.put(error)
             else:
-                inbox.put_nowait(None)
+                await inbox.put(None)
 
         tasks = [asyncio.create_task(pump(generation)) for generation in self.generations]
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -23,12 +24,14 @@ from reprise_engine.errors import ConfigError, OutOfMemory, RepriseError
 from reprise_engine.messages import LoadProgress
 from reprise_engine.server import logs
 from reprise_engine.server.app import create_app
+from reprise_engine.server.connection import connection_class
 from reprise_engine.server.defaults import SamplingDefaults, load_defaults
 from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.server.pinning import warm_up
 from reprise_engine.server.state import Loaded, ServerState
+from reprise_engine.server.tracing import Tracer, otlp_tracer
 from reprise_engine.text import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ _DEATH_GRACE_SECONDS = 2
 """For the answers that tell clients of a dead engine."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, so that they, not we, close an idle connection."""
+_OPEN_FILES = 65536
 _VERDICT_SECONDS = 60
 """How long the engine may take to judge a model whose tokenizer is already known to be missing."""
 
@@ -84,6 +88,7 @@ class Stop:
 def run(options: ServerOptions) -> int:
     """Serve until told to stop. Returns the exit code: 0 after a drain, 2 for a wrong flag, 1 for anything else."""
     logs.configure(options.log_level)
+    _allow_many_connections()
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
@@ -95,6 +100,15 @@ def run(options: ServerOptions) -> int:
         told = error.__cause__ if isinstance(error.__cause__, OutOfMemory) else error
         words = f"{type(told).__name__}: {told}"
         return _fail(str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED, words=words)
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor; shells and container runtimes often allow 1,024 where there is room for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -123,6 +137,7 @@ async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop |
         metrics=Metrics(names[0]),
         force_include_usage=options.force_include_usage,
         isolation=Isolation(options.prefix_cache_isolation, secret=options.prefix_cache_isolation_secret),
+        http=options.http,
     )
     stop = stop or Stop()
     async with _http(state, options, listener) as http:
@@ -149,9 +164,16 @@ async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop |
 
 @contextlib.asynccontextmanager
 async def _http(state: ServerState, options: ServerOptions, listener: socket.socket) -> AsyncIterator[_HttpServer]:
-    """An HTTP server that answers inside the block, and lets running answers end behind it."""
+    """An HTTP server that answers inside the block, and lets running answers end behind it. Raises ConfigError."""
+    tracer: Tracer | None = None
+    if options.http.otlp_traces_endpoint is not None:
+        tracer = otlp_tracer(options.http.otlp_traces_endpoint, model=state.served_names[0])
+    bounds = connection_class(receive_timeout=options.http.receive_timeout, send_timeout=options.http.send_timeout)
     config = uvicorn.Config(
-        create_app(state, api_keys=options.api_keys),
+        create_app(state, api_keys=options.api_keys, tracer=tracer),
+        http=bounds,
+        ws="none",
+        access_log=False,
         lifespan="off",
         log_config=None,
         log_level=None,
@@ -166,6 +188,8 @@ async def _http(state: ServerState, options: ServerOptions, listener: socket.soc
     finally:
         server.should_exit = True
         await serving
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def _load(state: ServerState, options: ServerOptions, engine: EngineClient, stop: Stop) -> bool:

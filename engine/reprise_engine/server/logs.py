@@ -1,4 +1,4 @@
-"""The server's log: one line a fact, on stderr; probes and scrapes are not worth a line."""
+"""The server's log: one line a fact, on stderr. The lines of requests are written by `access.py`."""
 
 from __future__ import annotations
 
@@ -7,31 +7,16 @@ import os
 from pathlib import Path
 
 from reprise_engine.config import EngineConfig, ResolvedConfig
-from reprise_engine.server.auth import OPEN_PATHS
 
 TERMINATION_LOG = "/dev/termination-log"
 _TERMINATION_LINE_LIMIT = 2000
 """Characters; the kubelet keeps 4,096 bytes."""
 
 
-class _NotAProbe(logging.Filter):
-    """Drops uvicorn's access lines of the open paths; its args are (client, method, path, version, status)."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        arguments = record.args
-        if not isinstance(arguments, tuple) or len(arguments) != 5:
-            return True
-        return str(arguments[2]).partition("?")[0] not in OPEN_PATHS
-
-
 def configure(level: str) -> None:
     """Of this process. uvicorn's loggers propagate to the root's one handler."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
-    access = logging.getLogger("uvicorn.access")
-    access.setLevel(level.upper())
-    if not any(isinstance(existing, _NotAProbe) for existing in access.filters):
-        access.addFilter(_NotAProbe())
 
 
 def describe_start(config: EngineConfig, resolved: ResolvedConfig, *, url: str, names: tuple[str, ...]) -> list[str]:

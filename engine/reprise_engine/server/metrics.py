@@ -91,6 +91,7 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
+        self._refused = self._counter("reprise:requests_refused", "Requests refused because the queue was full.")
         self._success = {reason: success.labels(*self._values, reason.value) for reason in FinishReason}
 
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
@@ -150,6 +151,10 @@ class Metrics:
         self._tiers.engine_stats(stats.tiers)
         self._events_published.inc(stats.num_kv_events_published - told.num_kv_events_published)
         self._events_dropped.inc(stats.num_kv_events_dropped - told.num_kv_events_dropped)
+
+    def refused(self) -> None:
+        """A request that the queue has no room for."""
+        self._refused.inc()
 
     def first_token(self, *, prompt_tokens: int, cached_tokens: int, times: RequestTimes | None) -> None:
         """Once a sequence. `times` are seconds of time.monotonic()."""

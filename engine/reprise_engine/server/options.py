@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from reprise_engine.config import EngineConfig
 from reprise_engine.messages import DEFAULT_BUILDER
+from reprise_engine.server.http_options import HttpOptions
 from reprise_engine.server.isolation import IsolationMode
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -38,6 +39,7 @@ class ServerOptions:
     prefix_cache_isolation: IsolationMode = "none"
     prefix_cache_isolation_secret: str | None = field(default=None, repr=False)
     """Of "per-key"; None draws one."""
+    http: HttpOptions = field(default_factory=HttpOptions)
     log_level: LogLevel = "info"
     builder: str = DEFAULT_BUILDER
     """Function that builds the engine, `module:name`."""

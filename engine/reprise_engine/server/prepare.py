@@ -15,6 +15,7 @@ from reprise_engine.request import EngineRequest, RequestId, SamplingParams, Tok
 from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.isolation import request_api_key
 from reprise_engine.server.protocol import ChatPrompt, GenerationBody
+from reprise_engine.server.request_log import note
 from reprise_engine.server.state import Loaded, ServerState
 from reprise_engine.text import ChatTemplateError, Tokenizer
 
@@ -171,7 +172,9 @@ def generations(
                     isolated=state.isolation.per_key,
                 )
             )
-    return Generations(made, batch=batch)
+    made_of_request = Generations(made, batch=batch)
+    note(http, state, made_of_request, model.tokenizer)
+    return made_of_request
 
 
 def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -11,13 +11,12 @@ from fastapi import Depends, Request
 from reprise_engine.config import ResolvedConfig
 from reprise_engine.engine import EngineClient
 from reprise_engine.server.defaults import SamplingDefaults
-from reprise_engine.server.errors import SERVER_ERROR, ApiError
+from reprise_engine.server.errors import RETRY_LATER, SERVER_ERROR, ApiError
+from reprise_engine.server.http_options import HttpOptions
 from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import Tokenizer
 from reprise_engine.version import __version__
-
-_RETRY_AFTER_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,7 @@ class ServerState:
     metrics: Metrics
     force_include_usage: bool = False
     isolation: Isolation = field(default_factory=Isolation)
+    http: HttpOptions = field(default_factory=HttpOptions)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None
@@ -83,7 +83,7 @@ def loaded_model(request: Request) -> Loaded:
             state.not_serving(),
             error_type=SERVER_ERROR,
             code="engine_unavailable",
-            headers={"Retry-After": str(_RETRY_AFTER_SECONDS)},
+            headers=dict(RETRY_LATER),
         )
     return state.loaded
 

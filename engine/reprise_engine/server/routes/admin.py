@@ -28,7 +28,7 @@ def _needs_api_keys(request: Request) -> None:
     if not request.app.state.has_api_keys:
         raise ApiError(
             403,
-            "The admin endpoints need an API key: start the server with REPRISE_API_KEY or --api-key.",
+            "The admin endpoints need an API key: start the server with REPRISE_API_KEY or --api-key-file.",
             code="admin_disabled",
         )
 
