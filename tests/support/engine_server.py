@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig
+from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from reprise_engine.server.lifecycle import Stop, bind, serve
 from reprise_engine.server.options import ServerOptions
 from tests.support.fake_engine import write_model
@@ -41,11 +41,15 @@ class RunningServer:
 
 
 def fake_options(folder: Path, *, builder: str = "build", **changes: object) -> ServerOptions:
-    """Options of a server over tests/support/fake_engine.py; `prefix_caching` False switches the cache off."""
+    """Options of a server over tests/support/fake_engine.py; `prefix_caching` False switches the cache off,
+    `max_num_seqs` is the scheduler's."""
     caching = bool(changes.pop("prefix_caching", True))
+    scheduler = SchedulerConfig(max_num_seqs=int(str(changes.pop("max_num_seqs", SchedulerConfig().max_num_seqs))))
     return ServerOptions(
         engine=EngineConfig(
-            model=ModelConfig(model=str(write_model(folder))), cache=CacheConfig(enable_prefix_caching=caching)
+            model=ModelConfig(model=str(write_model(folder))),
+            cache=CacheConfig(enable_prefix_caching=caching),
+            scheduler=scheduler,
         ),
         host="127.0.0.1",
         port=0,

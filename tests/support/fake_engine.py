@@ -138,6 +138,16 @@ def build_slow(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore,
     return build(config, progress=progress, seconds=0.02)
 
 
+def build_crawling(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
+    """A quarter of a second a step."""
+    return build(config, progress=progress, seconds=0.25)
+
+
+def build_large(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
+    """A KV pool for hundreds of sequences of full length."""
+    return build(config, progress=progress, num_blocks=30_000)
+
+
 def build_small(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
     """A KV pool smaller than the context."""
     return build(config, progress=progress, num_blocks=8)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -44,7 +44,7 @@ async def _disconnected(request: Request) -> None:
 
 def event(data: dict[str, Any]) -> bytes:
     """One event; the blank line ends it."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream(StreamingResponse):

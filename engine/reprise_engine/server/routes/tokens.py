@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 
+from reprise_engine.request import TokenId
 from reprise_engine.server.prepare import chat_prompt, check_token_ids, text_prompt
 from reprise_engine.server.protocol import DetokenizeBody, TokenizeBody, TokenizeTextBody
 from reprise_engine.server.state import Model, State
+from reprise_engine.text import Tokenizer
 
 router = APIRouter()
 
@@ -25,14 +29,16 @@ async def tokenize(body: TokenizeBody, state: State, model: Model) -> dict[str, 
         "count": len(token_ids),
         "max_model_len": model.resolved.max_model_len,
         "tokens": token_ids,
-        "token_strs": [model.tokenizer.token_text(token_id) for token_id in token_ids]
-        if body.return_token_strs
-        else None,
+        "token_strs": await asyncio.to_thread(_texts, model.tokenizer, token_ids) if body.return_token_strs else None,
     }
+
+
+def _texts(tokenizer: Tokenizer, token_ids: Sequence[TokenId]) -> list[str]:
+    return [tokenizer.token_text(token_id) for token_id in token_ids]
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, state: State, model: Model) -> dict[str, str]:
     state.check_model(body.model)
     check_token_ids(model, body.tokens, param="tokens")
-    return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens, skip_special_tokens=False)}

@@ -1,0 +1,109 @@
+"""Many streams at once, and an event loop that stays free while long texts become tokens and tokens become text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+
+from reprise_engine.text import load_tokenizer
+from tests.support.engine_server import RunningServer, fake_options, running_server
+from tests.support.fake_engine import write_model
+from tests.support.loop_probe import probing
+
+STREAMS = 500
+TOKENS = 20
+BUSY_SECONDS = 0.3
+"""Of the loop's thread between two ticks: 500 streams get their token in one go."""
+
+
+@contextmanager
+def many_sockets() -> Iterator[None]:
+    """Both ends of every connection are in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * STREAMS)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def read_streams(server: RunningServer) -> list[tuple[str, str]]:
+    """Text and reason of each. None goes on before all of them have begun."""
+    begun = asyncio.Barrier(STREAMS)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(server.url, connector=connector) as session:
+
+        async def read(number: int) -> tuple[str, str]:
+            body = {"prompt": chr(ord("a") + number % 4), "max_tokens": TOKENS, "stream": True}
+            text, reason = "", ""
+            async with session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                first = True
+                async for line in response.content:
+                    if first:
+                        first = False
+                        await begun.wait()
+                    data = line.removeprefix(b"data: ").strip()
+                    if data and data != b"[DONE]":
+                        [choice] = json.loads(data)["choices"]
+                        text += choice["text"]
+                        reason = choice["finish_reason"] or reason
+                assert data == b"" or data == b"[DONE]"
+            return text, reason
+
+        return await asyncio.gather(*(read(number) for number in range(STREAMS)))
+
+
+def test_five_hundred_streams_are_open_at_once_and_each_is_whole(tmp_path: Path) -> None:
+    options = fake_options(tmp_path, builder="build_large", max_num_seqs=STREAMS)
+    with many_sockets(), running_server(options) as server:
+        with probing(server.loop) as probe:
+            answers = asyncio.run(read_streams(server))
+        assert server.client.get("/load").json() == {"server_load": 0}
+        assert probe.ticks > 10
+        assert probe.busy < BUSY_SECONDS
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    for number, (text, reason) in enumerate(answers):
+        start = number % 4 + 1
+        assert (text, reason) == (alphabet[start : start + TOKENS], "length")
+
+
+def test_long_texts_do_not_block_the_event_loop(tmp_path: Path) -> None:
+    """Up to a million tokens, others are served meanwhile: the loop waits for a small part of their cost at most."""
+    text = "long text " * 1000
+    tokenizer = load_tokenizer(write_model(tmp_path / "copy"))
+    while True:
+        began = time.perf_counter()
+        token_ids = tokenizer.encode(text)
+        cost = time.perf_counter() - began
+        if cost > 0.5 or len(text) > 1_000_000:
+            break
+        text *= 2
+    with running_server(fake_options(tmp_path / "m")) as server:
+        server.client.post("/tokenize", json={"prompt": "a"}).raise_for_status()
+        with probing(server.loop) as probe:
+            answer = server.client.post("/v1/completions", json={"prompt": text})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert f"The prompt has {len(token_ids)} tokens" in answer.json()["error"]["message"]
+        assert probe.ticks > 10
+        assert probe.busy < cost / 4
+        assert probe.blocked < cost / 2
+
+
+def test_long_lists_of_tokens_do_not_block_the_event_loop(tmp_path: Path) -> None:
+    token_ids = [97 + number % 26 for number in range(400_000)]
+    began = time.perf_counter()
+    load_tokenizer(write_model(tmp_path / "copy")).decode(token_ids)
+    cost = time.perf_counter() - began
+    with running_server(fake_options(tmp_path / "m")) as server:
+        with probing(server.loop) as probe:
+            answer = server.client.post("/detokenize", json={"tokens": token_ids})
+        assert len(answer.json()["prompt"]) == len(token_ids)
+        assert probe.busy < max(cost, BUSY_SECONDS)
