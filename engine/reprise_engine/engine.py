@@ -71,11 +71,13 @@ class EngineClient:
         *,
         builder: str = DEFAULT_BUILDER,
         log_level: int = logging.INFO,
+        max_unread_outputs: int = MAX_UNREAD_OUTPUTS,
         on_progress: Callable[[LoadProgress], None] | None = None,
         on_stats: Callable[[SchedulerStats], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._start = Start(config, builder, log_level)
+        self._max_unread = max_unread_outputs
         self._on_progress = on_progress
         self._on_stats = on_stats
         self._inboxes: dict[RequestId, Inbox] = {}
@@ -167,7 +169,7 @@ class EngineClient:
         """The outputs of one request, as steps bring them, to the finished one.
 
         Leaving early (break, cancellation, aclose) aborts the request in the engine. Raises the RequestError by which
-        the engine refused it, SlowReader where MAX_UNREAD_OUTPUTS wait to be taken, or EngineDead.
+        the engine refused it, SlowReader where `max_unread_outputs` wait to be taken, or EngineDead.
         """
         self._check_alive()
         inbox: Inbox = asyncio.Queue()
@@ -259,7 +261,7 @@ class EngineClient:
                     inbox = self._inboxes.get(output.request_id)
                     if inbox is None:
                         continue  # aborted while the output was under way
-                    if inbox.qsize() < MAX_UNREAD_OUTPUTS:
+                    if inbox.qsize() < self._max_unread:
                         inbox.put_nowait(output)
                     else:
                         self._give_up(output.request_id, inbox)
@@ -285,7 +287,7 @@ class EngineClient:
         self._outbox.put(Abort((request_id,)))
         while not inbox.empty():
             inbox.get_nowait()
-        inbox.put_nowait(SlowReader(f"The client left {MAX_UNREAD_OUTPUTS} outputs unread; the request was aborted."))
+        inbox.put_nowait(SlowReader(f"The client left {self._max_unread} outputs unread; the request was aborted."))
 
     def _take_end(self, code: int) -> None:
         error = (EngineStopped if self._closing else EngineDead)(self._cause(code))

@@ -15,8 +15,16 @@ import psutil
 import pytest
 
 from reprise_engine.config import EngineConfig, ModelConfig
-from reprise_engine.engine import EngineClient
-from reprise_engine.errors import ContextLengthExceeded, EngineDead, ModelNotFound, RepriseError, UnsupportedModel
+from reprise_engine.engine import MAX_UNREAD_OUTPUTS, EngineClient
+from reprise_engine.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    EngineStopped,
+    ModelNotFound,
+    RepriseError,
+    SlowReader,
+    UnsupportedModel,
+)
 from reprise_engine.messages import LoadProgress
 from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams
 
@@ -24,8 +32,8 @@ CONFIG = EngineConfig(model=ModelConfig(model="counting"))
 
 
 @asynccontextmanager
-async def client(builder: str = "build") -> AsyncIterator[EngineClient]:
-    engine = EngineClient(CONFIG, builder=f"tests.support.fake_engine:{builder}")
+async def client(builder: str = "build", *, max_unread: int = MAX_UNREAD_OUTPUTS) -> AsyncIterator[EngineClient]:
+    engine = EngineClient(CONFIG, builder=f"tests.support.fake_engine:{builder}", max_unread_outputs=max_unread)
     try:
         await engine.start()
         yield engine
@@ -90,7 +98,7 @@ async def test_progress_and_resolved_configuration() -> None:
     engine = EngineClient(CONFIG, builder="tests.support.fake_engine:build", on_progress=seen.append)
     alive = [engine.alive]
     try:
-        with pytest.raises(EngineDead, match="not ready"):
+        with pytest.raises(EngineStopped, match="not ready"):
             await outputs_of(engine, request("a"))
         resolved = await engine.start()
         alive.append(engine.alive)
@@ -109,6 +117,17 @@ async def test_leaving_a_request_aborts_it_within_a_step() -> None:
         await generator.aclose()
         await eventually(lambda: engine.stats.num_running == 0, seconds=2.5)  # 150 steps of 20 ms are 3 s
         assert engine.stats.kv_cache_usage == 0.0
+
+
+async def test_a_reader_that_lags_behind_loses_its_request_and_holds_nothing() -> None:
+    async with client(max_unread=8) as engine:
+        outputs = engine.generate(request("{", max_tokens=150))
+        await anext(outputs)
+        await eventually(lambda: engine.num_requests == 0)
+        with pytest.raises(SlowReader, match="left 8 outputs unread"):
+            await anext(outputs)
+        await eventually(lambda: engine.stats.num_running == 0)
+        assert len(await outputs_of(engine, request("a", name="other", max_tokens=8))) == 8, "a reader that keeps up"
 
 
 async def test_a_cancelled_task_aborts_its_request_and_leaves_others_alone() -> None:

@@ -71,7 +71,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_body:  # of a request that was refused before all of it was read: the rest is thrown away
+        # A request that was refused before all of it was read: the rest is thrown away.
+        if self._in_body and not self.transport.is_closing():
             self._receive_timer = self.loop.call_later(self.receive_timeout, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -88,7 +89,9 @@ class Connection(HttpToolsProtocol):
             self._receive_timer = None
 
     def _head_late(self) -> None:
-        if not self.transport.is_closing():
+        if self._head_size == 0:  # opened ahead by a load balancer or a browser, which expects no answer
+            self.transport.close()
+        elif not self.transport.is_closing():
             words = f"The head of the request did not come within {self.receive_timeout:g} s."
             self._refuse(b"408 Request Timeout", words)
 
@@ -98,9 +101,11 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: bytes, message: str) -> None:
         """Answers in OpenAI's shape where there is no request yet that a route could answer, and closes."""
         self._stop_receive_timer()
-        content = json.dumps(error_body(message)).encode()
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, len(content)) + content)
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not answering:  # it would end up in the middle of another answer
+            content = json.dumps(error_body(message)).encode()
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(content)) + content)
         self.transport.close()
 
     # --- what the client leaves unread
@@ -118,5 +123,10 @@ class Connection(HttpToolsProtocol):
 
 def connection_class(*, receive_timeout: float, send_timeout: float) -> type[Connection]:
     """uvicorn makes its protocols itself, from a class: so the bounds are attributes of one."""
-    bounds = {"receive_timeout": receive_timeout, "send_timeout": send_timeout}
-    return type("BoundedConnection", (Connection,), bounds)
+
+    class Bounded(Connection):
+        pass
+
+    Bounded.receive_timeout = receive_timeout
+    Bounded.send_timeout = send_timeout
+    return Bounded

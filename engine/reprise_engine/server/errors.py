@@ -44,7 +44,19 @@ class ApiError(Exception):
 def error_body(
     message: str, *, error_type: str = INVALID_REQUEST, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    return {
+        "error": {
+            "message": _encodable(message),
+            "type": error_type,
+            "param": None if param is None else _encodable(param),
+            "code": code,
+        }
+    }
+
+
+def _encodable(text: str) -> str:
+    """JSON can spell half of a surrogate pair, UTF-8 cannot; a template's complaint, for one, may repeat it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError | None:
