@@ -32,7 +32,8 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     http = HttpOptions(receive_timeout=2)
-    with running_server(fake_options(tmp_path_factory.mktemp("model"), api_keys=(KEY,), http=http)) as running:
+    folder = tmp_path_factory.mktemp("model")
+    with running_server(fake_options(folder, builder="build_trapless", api_keys=(KEY,), http=http)) as running:
         yield running
 
 

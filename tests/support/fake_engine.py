@@ -69,11 +69,12 @@ class CountingRunner:
     """Steps take `seconds` each; a prompt that ends in "!" breaks it, one that ends in "~" kills the process,
     one that ends in "^" takes more memory than the device has.
 
-    "{" goes on for 255 tokens, being the one behind "z".
+    "{" goes on for 255 tokens, being the one behind "z". Without `traps` no prompt breaks it.
     """
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0, *, traps: bool = True) -> None:
         self._seconds = seconds
+        self._traps = traps
 
     def run(self, step: Step) -> StepResult:
         time.sleep(self._seconds)
@@ -83,12 +84,8 @@ class CountingRunner:
             if not part.samples:
                 continue
             last = part.token_ids[-1]
-            if part.output_index == 0 and last == ord("!"):
-                raise RuntimeError("device on fire")
-            if part.output_index == 0 and last == ord("^"):
-                raise RuntimeError(NPU_OUT_OF_MEMORY)
-            if part.output_index == 0 and last == ord("~"):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if part.output_index == 0 and self._traps:
+                _spring(last)
             token = EOS_ID if last == ord("z") else (last + 1) % 256
             if token in part.forbidden_token_ids:
                 token = ord("a")
@@ -99,8 +96,22 @@ class CountingRunner:
         return StepResult(step_id=step.step_id, sampled=sampled, logprobs=logprobs)
 
 
+def _spring(last: TokenId) -> None:
+    if last == ord("!"):
+        raise RuntimeError("device on fire")
+    if last == ord("^"):
+        raise RuntimeError(NPU_OUT_OF_MEMORY)
+    if last == ord("~"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def build(
-    config: EngineConfig, *, progress: Progress, seconds: float = 0.0, num_blocks: int = NUM_BLOCKS
+    config: EngineConfig,
+    *,
+    progress: Progress,
+    seconds: float = 0.0,
+    num_blocks: int = NUM_BLOCKS,
+    traps: bool = True,
 ) -> tuple[EngineCore, ResolvedConfig]:
     progress(LoadProgress("Counting", 0.5))
     pin_budget = pin_budget_blocks(
@@ -130,12 +141,17 @@ def build(
         eos_token_ids=(EOS_ID,),
         version=__version__,
     )
-    return EngineCore(scheduler, CountingRunner(seconds)), resolved
+    return EngineCore(scheduler, CountingRunner(seconds, traps=traps)), resolved
 
 
 def build_slow(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
     """20 ms a step."""
     return build(config, progress=progress, seconds=0.02)
+
+
+def build_trapless(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
+    """For prompts that nobody has chosen."""
+    return build(config, progress=progress, traps=False)
 
 
 def build_crawling(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
