@@ -149,7 +149,7 @@ def test_the_chart_grants_what_a_life_takes_and_no_more(kubectl: Kubectl, tmp_pa
     log = tmp_path / "operator.log"
     with applied(kubectl, manifests), recording(as_account(kubectl, tmp_path), folder=tmp_path) as wire:
         arguments = arguments_of(values)
-        with ended(Process(wire.kubeconfig, log, *arguments, "--scrape-seconds=3")) as operator:
+        with ended(Process(wire.kubeconfig, log, *arguments, "--scrape-seconds=3", "--discovery-seconds=3")) as operator:
             operator.wait_leading()
             Story(kubectl=kubectl).tell()
             assert operator.stop() < 10
