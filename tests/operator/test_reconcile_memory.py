@@ -16,6 +16,7 @@ from reprise_operator.events import Recorder
 from reprise_operator.log_tails import LogTails
 from reprise_operator.observed import ObservedChild
 from tests.operator.reconcile_bench import NAME, Bench
+from tests.operator.test_reconcile_release import checked
 from tests.support.kubectl import eventually
 
 NPU: dict[str, Any] = {"accelerator": {"profile": "ascend910b"}}
@@ -136,6 +137,10 @@ async def test_a_container_that_serves_again_has_run_out_of_memory_all_the_same(
     bench.apply(NPU)
     await bench.make_ready()
     end_pods(bench, ready=True)
+    await bench.settle()
+    assert memory(bench)["effective"] == 0.85
+    assert told_share(bench) == "0.9", "the only pod that serves is taken after a check"
+    await checked(bench, 0)
     await bench.settle()
     assert told_share(bench) == "0.85"
 
