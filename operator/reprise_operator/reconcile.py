@@ -39,11 +39,11 @@ from reprise_operator.release import Release
 from reprise_operator.release_state import state_status
 from reprise_operator.releasing import CHECK_POLL_SECONDS, Releaser, awaits_check
 from reprise_operator.replicas import leaving
-from reprise_operator.resource import Runtime
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, decide, key_of
 from reprise_operator.rotation import ReferenceReader
 from reprise_operator.settings import Settings
 from reprise_operator.spec import Identity, SpecError, gateway_of, identity_of, parse
+from reprise_operator.spec_types import Runtime
 from reprise_operator.status import build_status
 from reprise_operator.tuning import MemoryState, carried, lowered, memory_status
 from reprise_operator.watch import WatchHealth, watched_objects

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.resource import ClaimModel, DriverMode, FetchedModel, HostPathModel, Runtime
+from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel
 from reprise_operator.spec import SpecError, identity_of, parse
+from reprise_operator.spec_types import DriverMode, Runtime
 from tests.operator.factories import UID, body
 
 

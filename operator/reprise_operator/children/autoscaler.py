@@ -12,8 +12,9 @@ from reprise_operator.children.load import GAUGES, RESOURCES, default_target, lo
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.kinds import HORIZONTAL_POD_AUTOSCALERS, SCALED_OBJECTS, ResourceType
 from reprise_operator.naming import child_labels, child_name, owner_reference, stamped
-from reprise_operator.resource import AutoscalingSpec, InferenceService, SpecError
+from reprise_operator.resource import InferenceService, SpecError
 from reprise_operator.settings import Settings
+from reprise_operator.spec_types import AutoscalingSpec
 
 PAUSED_ANNOTATION = "autoscaling.keda.sh/paused"
 SCALE_DOWN = {

@@ -21,7 +21,8 @@ from reprise_operator.naming import (
     owner_reference,
     shorten,
 )
-from reprise_operator.resource import InferenceService, Runtime
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import Runtime
 
 DEADLINE_SECONDS = 1800
 """The image may have to be pulled over a slow line; the engine's own part takes seconds."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from reprise_operator.kinds import DISRUPTION_BUDGETS
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import DisruptionSpec, InferenceService
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import DisruptionSpec
 
 
 def build_disruption_budget(service: InferenceService, *, asked: DisruptionSpec) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from reprise_operator.children.picker import build_picker, picker_config, picker
 from reprise_operator.hostnames import HostnameTaken
 from reprise_operator.kinds import HTTP_ROUTES, INFERENCE_POOLS, ResourceType
 from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import EndpointPickerSpec, GatewaySpec, InferenceService, ParentRef
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import ENGINE_PORT, GROUP, Settings
+from reprise_operator.spec_types import EndpointPickerSpec, GatewaySpec, ParentRef
 
 PICKER_CONFIG_ANNOTATION = f"{GROUP}/endpoint-picker-config"
 """On an InferencePool whose endpoint picker is somebody else's: the configuration that fits this engine."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from reprise_operator.kinds import POD_MONITORS
 from reprise_operator.naming import NAME_LABEL, child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import InferenceService, PodMonitorSpec
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import PodMonitorSpec
 
 
 def build_pod_monitor(service: InferenceService, asked: PodMonitorSpec) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 from reprise_operator.children.accelerator import profile_of
 from reprise_operator.kinds import INFERENCE_POOLS
 from reprise_operator.naming import child_labels, child_name, owner_reference, shorten, stamped
-from reprise_operator.resource import EndpointPickerSpec, Identity, InferenceService, Runtime
+from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import GROUP, Settings
+from reprise_operator.spec_types import EndpointPickerSpec, Runtime
 
 PICKER_LABEL = f"{GROUP}/endpoint-picker"
 """Selects the picker's pods. They do not carry the engine pods' label: they would get the clients' requests."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from reprise_operator.naming import child_labels, child_name, digest, owner_reference, stamped
 from reprise_operator.quantity import amount, text_of_bytes, whole
-from reprise_operator.resource import InferenceService, Isolation, PersistenceSpec
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import GROUP
+from reprise_operator.spec_types import Isolation, PersistenceSpec
 
 CACHE_MOUNT = "/var/lib/reprise/prefix-cache"
 """Where the volume for blocks is mounted; the engine makes a private folder of its own in it."""

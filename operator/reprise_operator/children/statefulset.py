@@ -29,8 +29,9 @@ from reprise_operator.naming import (
     stamped,
 )
 from reprise_operator.quantity import whole
-from reprise_operator.resource import InferenceService, PersistenceSpec
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import Settings
+from reprise_operator.spec_types import PersistenceSpec
 
 
 def build_stateful_set(
