@@ -21,7 +21,8 @@ from reprise_operator.naming import CHECK_LABEL, child_name, selector_labels
 from reprise_operator.observe import observed_pod
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
-from reprise_operator.release import Evidence, Release, decide_release, questions, template_hash
+from reprise_operator.release import Evidence, Release, decide_release, questions
+from reprise_operator.release_manifests import template_hash
 from reprise_operator.release_state import read_state
 from reprise_operator.settings import Settings
 

@@ -21,10 +21,11 @@ from reprise_engine.messages import SchedulerStats
 from reprise_engine.server.app import create_app
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.state import ServerState
-from reprise_operator.diagnosis import State, diagnose
+from reprise_operator.diagnosis import State
 from reprise_operator.exposition import parse_metrics
 from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Plan, plan
+from reprise_operator.readiness import diagnose
 from reprise_operator.settings import ENGINE_PORT, Settings
 from reprise_operator.spec import parse
 from tests.support.tiny_models import write_tokenizer

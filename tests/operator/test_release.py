@@ -13,15 +13,15 @@ from reprise_operator.children.check_job import DEADLINE_SECONDS
 from reprise_operator.diagnosis import State
 from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan
+from reprise_operator.rejection import LogSource
 from reprise_operator.release import (
     Evidence,
-    LogSource,
     Questions,
     Release,
     decide_release,
     questions,
-    template_hash,
 )
+from reprise_operator.release_manifests import template_hash
 from reprise_operator.release_state import LastGood, ReleaseState, read_state, started, state_status
 from tests.operator.factories import (
     CURRENT,

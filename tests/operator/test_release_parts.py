@@ -14,7 +14,7 @@ from reprise_operator.checks import Check, CheckState, outcome_of
 from reprise_operator.children.check_job import build_check_job, check_job_name
 from reprise_operator.children.strategy import Strategy, default_strategy, may_surge, surge_strategy
 from reprise_operator.children.vllm_check import SCRIPT
-from reprise_operator.devices import free_pods, quantity
+from reprise_operator.devices import free_pods
 from reprise_operator.naming import NAME_LABEL, selector_labels
 from reprise_operator.observed import ContainerFailure, ObservedPod
 from reprise_operator.plan import Plan
@@ -359,19 +359,6 @@ def test_the_profiles_own_node_label_is_honoured() -> None:
     spec = {"accelerator": {"profile": "ascend910b"}}
     assert free([node()], spec=spec) == 0
     assert free([node(labels={"accelerator-type": "module-910b-8"})], spec=spec) == 8
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("4", 4), ("500m", 0.5), ("16Gi", 2**34), ("1k", 1000), ("2M", 2_000_000), ("1e3", 1000), ("0.5", 0.5), (7, 7)],
-)
-def test_quantities(text: str | int, number: float) -> None:
-    assert float(quantity(text)) == number
-
-
-def test_what_is_no_quantity_is_an_error() -> None:
-    with pytest.raises(ValueError, match="lots"):
-        quantity("lots")
 
 
 # Causes -------------------------------------------------------------------------------------------------------------

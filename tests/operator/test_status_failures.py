@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from reprise_operator.conditions import clip
-from reprise_operator.diagnosis import UNSCHEDULABLE_SECONDS
 from reprise_operator.observed import ContainerFailure, Observed
+from reprise_operator.readiness import UNSCHEDULABLE_SECONDS
 from reprise_operator.spec import SpecError, identity_of
 from reprise_operator.status import build_status
 from tests.operator.factories import (
