@@ -1,5 +1,5 @@
-"""What was seen of one InferenceService's children at one moment. Frozen and free of I/O: made by observe.py and
-cluster.py, read by rollout.py and status.py, written by hand in tests.
+"""What was seen of one InferenceService's children at one moment. Frozen and free of I/O: made by bodies.py and
+observe.py, read by rollout.py and status.py, written by hand in tests.
 
 Times are Unix seconds (time.time()) since they are compared with the cluster's own timestamps.
 """

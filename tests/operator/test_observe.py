@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from reprise_operator.observe import Scraper, current_template_hash, observed_pod
+from reprise_operator.bodies import current_template_hash, observed_pod
 from reprise_operator.observed import ContainerFailure, ObservedPod, Termination
+from reprise_operator.scraper import Scraper
 
 OURS = "vllm:prefix_cache_queries_total 3000.0\nvllm:prefix_cache_hits_total 1500.0\n"
 

@@ -141,7 +141,7 @@ async def test_fixed_to_hpa_to_keda_to_fixed_without_a_jump(bench: Bench, keda: 
         assert "0.7" in container["args"], "the change has reached the pods"
         assert replicas(bench) == 4, "an update reset replicas under an autoscaler (fault 3)"
 
-        bench.reconciler._memories.clear()  # what a restart forgets
+        bench.restart()
         await bench.settle()
         assert replicas(bench) == 4
 
