@@ -7,6 +7,8 @@ name that is an older service's → progress.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from reprise_operator.children.deployment import progress_deadline_seconds
 from reprise_operator.children.fetch import FETCH_CONTAINER
 from reprise_operator.diagnosis import Diagnosis, State, stalled
@@ -130,23 +132,22 @@ def _hostname_taken(plan: Plan) -> Diagnosis | None:
 def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
     secrets = [name for name in plan.secret_names if name in observed.missing_secrets]
     if secrets:
-        return stalled(
-            "SecretNotFound",
-            f"Secret {', '.join(secrets)} does not exist in namespace {plan.identity.namespace}. "
-            "The pods start once it is created.",
-        )
+        return _not_found("Secret", secrets, plan, reason="SecretNotFound")
     missing = unresolved(plan, observed)
     if missing:
         told = " ".join(item.message(plan.identity.namespace) for item in missing)
         return stalled(missing[0].reason, f"{told} The pods start once it is there.")
     claims = [name for name in plan.claim_names if name in observed.missing_claims]
     if claims:
-        return stalled(
-            "ClaimNotFound",
-            f"PersistentVolumeClaim {', '.join(claims)} does not exist in namespace {plan.identity.namespace}. "
-            "The pods start once it is created.",
-        )
+        return _not_found("PersistentVolumeClaim", claims, plan, reason="ClaimNotFound")
     return None
+
+
+def _not_found(kind: str, names: Sequence[str], plan: Plan, *, reason: str) -> Diagnosis:
+    namespace = plan.identity.namespace
+    return stalled(
+        reason, f"{kind} {', '.join(names)} does not exist in namespace {namespace}. The pods start once it is created."
+    )
 
 
 def _first_crash(observed: Observed) -> Diagnosis | None:

@@ -19,10 +19,9 @@ from reprise_operator.children.prefix_cache import CACHE_VOLUME
 from reprise_operator.naming import (
     HASH_LENGTH,
     MAX_STATEFUL_SET_NAME,
-    child_labels,
+    child_metadata,
     child_name,
     digest,
-    owner_reference,
     reserved_labels,
     selector_labels,
     shorten,
@@ -45,12 +44,7 @@ def build_stateful_set(
         {
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",
-            "metadata": {
-                "name": stateful_set_name(service),
-                "namespace": identity.namespace,
-                "labels": child_labels(identity),
-                "ownerReferences": [owner_reference(identity)],
-            },
+            "metadata": child_metadata(identity, name=stateful_set_name(service)),
             "spec": {
                 # Pods need no names of their own: the Service with the address of all is enough.
                 "serviceName": child_name(identity),
