@@ -114,6 +114,14 @@ class Bench:
             await self.reconcile()
         return [request for request in self.requests if request[0] in WRITES]
 
+    async def writes_of_passes(self, passes: int) -> list[tuple[str, str]]:
+        """What so many passes write, each half a minute after the one before."""
+        written = []
+        for _ in range(passes):
+            self.clock.now += 30
+            written += await self.writes()
+        return written
+
     async def settle(self) -> None:
         """Passes until one writes nothing."""
         for _ in range(40):

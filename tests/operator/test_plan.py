@@ -17,7 +17,7 @@ from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.plan import Plan, plan
 from reprise_operator.spec import SpecError, parse
 from reprise_operator.spec_types import Spec
-from tests.operator.factories import SETTINGS, UID, body, container, planned
+from tests.support.factories import SETTINGS, UID, body, container, planned
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,7 @@ async def test_an_idle_service_is_never_written(bench: Bench) -> None:
     await bench.make_ready()
     bench.clock.now += 300  # the window of the hit rate passes
     await bench.settle()
-    written = []
-    for _ in range(120):
-        bench.clock.now += 30
-        written += await bench.writes()
-    assert written == []
+    assert await bench.writes_of_passes(120) == []
 
 
 async def test_the_watch_owes_nothing_of_a_service_that_idles_since_the_operator_started(bench: Bench) -> None:

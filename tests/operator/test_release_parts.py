@@ -19,8 +19,7 @@ from reprise_operator.naming import NAME_LABEL, selector_labels
 from reprise_operator.observed import ContainerFailure, ObservedPod
 from reprise_operator.plan import Plan
 from reprise_operator.spec import SpecError
-from tests.operator.factories import UID, planned, pod
-from tests.operator.failures import failure
+from tests.support.factories import UID, failure, planned, pod
 
 # The Job ------------------------------------------------------------------------------------------------------------
 
@@ -134,17 +133,17 @@ PULL = 'Back-off pulling image "r/e:2": ErrImagePull: r/e:2: not found'
         (job("Complete"), (), Check(state=CheckState.PASSED)),
         (
             job("Failed"),
-            (failure("Error", words="ConfigError: --seed is x", code=2),),
+            (failure("Error", words="ConfigError: --seed is x", code=2, restarts=3),),
             Check(state=CheckState.FAILED, reason="CheckFailed", message="ConfigError: --seed is x"),
         ),
         (
             job("FailureTarget"),
-            (failure("Error", words="ConfigError: --seed is x", code=2),),
+            (failure("Error", words="ConfigError: --seed is x", code=2, restarts=3),),
             Check(state=CheckState.RUNNING, reason="Checking"),
         ),
         (
             job("Failed"),
-            (failure("OOMKilled", code=137),),
+            (failure("OOMKilled", code=137, restarts=3),),
             Check(state=CheckState.FAILED, reason="CheckFailed", message="exit code 137 without a last word"),
         ),
         # Its time is over and its pod is gone.
@@ -152,22 +151,29 @@ PULL = 'Back-off pulling image "r/e:2": ErrImagePull: r/e:2: not found'
         # An image without the command cannot be asked; it could be pulled, and that is all.
         (
             job("Failed"),
-            (failure("Error", words="reprise: error: argument COMMAND: invalid choice: 'check' (choose …)", code=2),),
+            (
+                failure(
+                    "Error",
+                    words="reprise: error: argument COMMAND: invalid choice: 'check' (choose …)",
+                    code=2,
+                    restarts=3,
+                ),
+            ),
             Check(state=CheckState.PASSED),
         ),
         (
             job(),
-            (failure("ErrImagePull", words="r/e:2: not found"),),
+            (failure("ErrImagePull", words="r/e:2: not found", restarts=3),),
             Check(state=CheckState.RUNNING, reason="ImagePullFailed", message="r/e:2: not found"),
         ),
         (
             job(),
-            (failure("ImagePullBackOff", words=PULL),),
+            (failure("ImagePullBackOff", words=PULL, restarts=3),),
             Check(state=CheckState.RUNNING, reason="ImagePullFailed", message="r/e:2: not found"),
         ),
         (
             job(),
-            (failure("CreateContainerConfigError", words='secret "keys" not found'),),
+            (failure("CreateContainerConfigError", words='secret "keys" not found', restarts=3),),
             Check(state=CheckState.RUNNING, reason="ContainerConfigInvalid", message='secret "keys" not found'),
         ),
     ],

@@ -10,7 +10,7 @@ import pytest
 from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel
 from reprise_operator.spec import SpecError, identity_of, parse
 from reprise_operator.spec_types import DriverMode, Runtime
-from tests.operator.factories import UID, body
+from tests.support.factories import UID, body
 
 
 def test_unset_fields_have_the_documented_defaults() -> None:

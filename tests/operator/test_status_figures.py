@@ -11,20 +11,8 @@ from reprise_operator.figures import MAX_REPLICAS_LISTED
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan
-from tests.operator.factories import (
-    NOW,
-    OLD,
-    READY,
-    conditions,
-    kstatus,
-    message,
-    metrics,
-    observed,
-    planned,
-    pod,
-    status_of,
-    window,
-)
+from tests.support.factories import NOW, OLD, metrics, observed, planned, pod, window
+from tests.support.statuses import READY, conditions, kstatus, message, status_of
 
 
 def test_prefix_caching_is_what_the_pods_report_not_what_the_spec_asks() -> None:
