@@ -1,7 +1,7 @@
 """The I/O of a release: the answers to its questions, the Job of its check, and what is remembered before it acts.
 
-What is decided is in release.py. `Releaser.look` → `decide_release` → `Releaser.check` before the workload is applied,
-`Releaser.prune` after it.
+What is decided is in release.py: `Releaser.decide` asks it before the workload is applied, `Releaser.prune` clears up
+after it.
 """
 
 from __future__ import annotations

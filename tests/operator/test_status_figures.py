@@ -140,7 +140,7 @@ def test_after_a_restart_the_last_figure_stands_until_the_window_is_full() -> No
 
 
 def test_a_failing_scrape_keeps_the_last_figures_and_is_no_news() -> None:
-    """The scraper keeps what it read last for a while (test_observe.py); the fault beside it is not told yet."""
+    """The scraper keeps what it read last for a while (test_scraper.py); the fault beside it is not told yet."""
     plan = planned()
     seen, hits = traffic(2000, 1500)
     before = status_of(plan, seen, hits=hits)
