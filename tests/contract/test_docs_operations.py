@@ -13,7 +13,7 @@ import yaml
 
 from reprise_operator.metrics import OperatorMetrics
 from tests.contract.test_chart import CHART
-from tests.operator.factories import planned
+from tests.support.factories import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "operations"

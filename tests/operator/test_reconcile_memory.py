@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from reprise_operator.api import Api, Body
-from reprise_operator.cluster import LOG_BYTES, ApplyResult, Cluster
+from reprise_operator.cluster import LOG_BYTES, Cluster
 from reprise_operator.events import Recorder
-from reprise_operator.log_tails import LogTails
 from reprise_operator.observed import ObservedChild
+from reprise_operator.server_side_apply import ApplyResult
 from tests.operator.reconcile_bench import NAME, Bench
 from tests.operator.test_reconcile_release import checked
 from tests.support.kubectl import eventually
@@ -289,8 +289,7 @@ async def test_an_operator_that_is_killed_anywhere_in_a_step_takes_exactly_one(b
             again = {"exitCode": 1, "reason": "Error", "message": OURS, "containerID": f"containerd://{name}-1"}
             end_pod(bench, name, again)
         bench.reconciler.cluster, bench.reconciler.recorder = sound, Recorder(sound, instance="b", clock=bench.clock)
-        bench.reconciler._memories.clear()
-        bench.reconciler._logs = LogTails()
+        bench.restart()
         await bench.settle()
         share = round(share - 0.05, 4)
         where = f"killed {'after' if answered else 'before'} write {at + 1}"
