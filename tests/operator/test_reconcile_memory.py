@@ -38,7 +38,10 @@ def end_pods(
     """Each container of the present template has ended so, and is started again, or was. The pods' names."""
 
     def present() -> list[dict[str, Any]] | None:
-        found = current_pods(bench)
+        deployment = bench.child("deployment")
+        if deployment["status"].get("observedGeneration") != deployment["metadata"]["generation"]:
+            return None  # the newest ReplicaSet may be the one that is about to be replaced
+        found = [pod for pod in current_pods(bench) if "deletionTimestamp" not in pod["metadata"]]
         return found if len(found) == pods else None
 
     names = [pod["metadata"]["name"] for pod in eventually(present, "the present template's pods are there")]
