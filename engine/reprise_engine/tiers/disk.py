@@ -352,6 +352,10 @@ class DiskStore:
         with self._commit:
             return not self._closed.is_set() and self._session.journal.has_news()
 
+    def hurry(self, seconds: float) -> None:
+        """The process ends: from now on the lock of the folder is waited for at most so long, all in all."""
+        self._session.journal.hurry(seconds)
+
     def close(self) -> None:
         """Waits for the change under way; later calls find nothing and write nothing."""
         if self._closed.is_set():
