@@ -95,7 +95,7 @@ def test_it_ends_soon_though_another_process_has_locked_the_cache_folder(tmp_pat
         llm.generate(list(range(10, 50)), GREEDY)
         begun = time.monotonic()
         llm.close()
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 4.0, "it waits for the lock as long as for the disk"
     finally:
         os.close(journal)
 
