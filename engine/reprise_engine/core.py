@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from reprise_engine import __version__
+from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
 from reprise_engine.config import (
     DEFAULT_BLOCK_SIZE,
@@ -96,6 +97,8 @@ def _build(
     npu_memory = NPUMemory.probe(device) if device_type == "npu" else None
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
+        if not return_freed_memory():
+            logger.info("the C library's allocator keeps its own thresholds: a step may take more memory than computed")
 
     check_folder(config.cache)
     # Only a machine's memory is shared out among engines; a cgroup's limit, or an NPU, is this engine's own.

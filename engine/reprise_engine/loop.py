@@ -21,6 +21,8 @@ _CLOSE_PATIENCE = 2.0
 """Seconds for the record that is being written."""
 FLUSH_SECONDS = 5.0
 """At the end, for what is to go to the disk. The API process waits twice as long."""
+_LOCK_PATIENCE = 1.0
+"""Seconds of them for another process that has locked the folder."""
 
 
 class Runner(Protocol):
@@ -105,15 +107,19 @@ class EngineCore:
         return self._scheduler.has_background_work()
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Ends every request and carries down what is to go to the disk. False where the time did not suffice."""
+        """Ends every request and carries down what is to go to the disk. False where the time did not suffice.
+
+        To be followed by close(): from now on a folder that another process has locked is waited for only a moment.
+        """
         self._scheduler.abort_all()
+        self._scheduler.hurry(_LOCK_PATIENCE)
         deadline = self._clock() + seconds
         while self._scheduler.has_background_work() and self._clock() < deadline:
             self.step()
         return not self._scheduler.has_background_work()
 
-    def reset_tiers(self) -> tuple[int, int]:
-        """Returns the freed blocks of host memory and disk; see `Scheduler.reset_tiers`."""
+    def reset_tiers(self) -> tuple[int, int | None]:
+        """Returns the freed blocks of host memory, and of the disk (None: it is still at it); see `Scheduler`."""
         return self._scheduler.reset_tiers()
 
     def stats(self) -> SchedulerStats:

@@ -88,22 +88,23 @@ def _penalise(scores_V: torch.Tensor, request: ScheduledRequest) -> None:
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed: int) -> list[TokenId]:
+    """`scores_RV` is overwritten: a large tensor that is made anew costs a page fault for each 4 KiB."""
     params = [request.sampling for request in rows]
     # An extreme penalty overflows, and min_tokens may forbid every token: without a finite score in each row the
     # softmax would be NaN, the draw no token of the vocabulary, and one request would end the engine.
-    scores_RV = scores_RV.nan_to_num(nan=-_LARGEST_SCORE).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
-    scores_RV = scores_RV / _column(scores_RV, [p.temperature for p in params])
+    scores_RV.nan_to_num_(nan=-_LARGEST_SCORE).clamp_(-_LARGEST_SCORE, _LARGEST_SCORE)
+    scores_RV /= _column(scores_RV, [p.temperature for p in params])
     if any(p.min_p > 0.0 for p in params):
         # p >= min_p * p_max, in logarithms.
         floor = scores_RV.amax(dim=-1, keepdim=True) + _column(
             scores_RV, [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
         )
-        scores_RV = scores_RV.masked_fill(scores_RV < floor, -math.inf)
+        scores_RV.masked_fill_(scores_RV < floor, -math.inf)
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-        scores_RV = _filter_top(scores_RV, top_k=[p.top_k for p in params], top_p=[p.top_p for p in params])
+        _filter_top(scores_RV, top_k=[p.top_k for p in params], top_p=[p.top_p for p in params])
 
     # The inverse of the cumulative distribution, in token order; float64 so that 150,000 terms sum to 1.
-    cumulative_RV = scores_RV.softmax(dim=-1).cpu().double().cumsum(dim=-1)
+    cumulative_RV = scores_RV.softmax(dim=-1).cpu().double().cumsum_(dim=-1)
     seeds = [
         f"{engine_seed}/{request.request_id}" if request.sampling.seed is None else str(request.sampling.seed)
         for request in rows
@@ -119,22 +120,22 @@ def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed
     return tokens
 
 
-def _filter_top(scores_RV: torch.Tensor, *, top_k: list[int], top_p: list[float]) -> torch.Tensor:
-    """Keeps the top_k likeliest tokens (and ties with the last), then the fewest whose probability reaches top_p."""
+def _filter_top(scores_RV: torch.Tensor, *, top_k: list[int], top_p: list[float]) -> None:
+    """In place. Keeps the top_k likeliest tokens (and ties with the last), then the fewest whose probability reaches
+    top_p."""
     vocab_size = scores_RV.shape[-1]
     kept = [min(k, vocab_size) if k > 0 else vocab_size for k in top_k]
     # Sorting is only as wide as the widest top_k.
     sorted_scores, sorted_tokens = scores_RV.topk(max(kept), dim=-1)
     kth = sorted_scores.gather(1, torch.tensor([[k - 1] for k in kept], device=scores_RV.device))
-    result = scores_RV.masked_fill(scores_RV < kth, -math.inf)
+    scores_RV.masked_fill_(scores_RV < kth, -math.inf)
     if all(p >= 1.0 for p in top_p):
-        return result
-    probabilities = sorted_scores.masked_fill(sorted_scores < kth, -math.inf).softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    limit = _column(scores_RV, [p if p < 1.0 else math.inf for p in top_p])
-    dropped = before >= limit
+        return
+    probabilities = sorted_scores.masked_fill_(sorted_scores < kth, -math.inf).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1).sub_(probabilities)
+    dropped = before >= _column(scores_RV, [p if p < 1.0 else math.inf for p in top_p])
     dropped[:, 0] = False
-    return result.masked_fill(torch.zeros_like(result, dtype=torch.bool).scatter(1, sorted_tokens, dropped), -math.inf)
+    scores_RV.masked_fill_(torch.zeros_like(scores_RV, dtype=torch.bool).scatter_(1, sorted_tokens, dropped), -math.inf)
 
 
 def _logprobs(logits_V: torch.Tensor, token: TokenId, num_top: int | None) -> TokenLogprobs | None:

@@ -16,7 +16,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 from reprise_engine.cache_accounting import CacheAccounting
-from reprise_engine.cache_report import MissReason, PrefixCacheReport, TierStats
+from reprise_engine.cache_report import PrefixCacheReport, TierStats
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, RequestError
 from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
@@ -159,6 +159,11 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.tiering.wait(seconds)
 
+    def hurry(self, seconds: float) -> None:
+        """The engine ends: other processes that use the tiers' disk are waited for at most so long."""
+        if self._tiers is not None:
+            self._tiers.tiering.hurry(seconds)
+
     def close(self, seconds: float) -> None:
         """Ends the threads of the tiers; what they were told to write is written, as far as the time goes."""
         if self._tiers is not None:
@@ -190,11 +195,8 @@ class Scheduler:
         """
         return self.kv.reset(include_pins=include_pins)
 
-    def reset_tiers(self) -> tuple[int, int]:
-        """Forgets what is in host memory and on the disk; returns the blocks that were there.
-
-        What a request is loading already reaches it.
-        """
+    def reset_tiers(self) -> tuple[int, int | None]:
+        """Forgets what is in the tiers; what a request is loading already reaches it. Returns as `Tiering.clear`."""
         return (0, 0) if self._tiers is None else self._tiers.tiering.clear()
 
     def unpin(self, name: str) -> bool:
@@ -203,24 +205,7 @@ class Scheduler:
 
     def inspect_prefix_cache(self) -> PrefixCacheReport:
         """What is in the cache, and what the last requests found in it. O(blocks): for people, not for every step."""
-        kv, books = self.kv, self._books
-        return PrefixCacheReport(
-            block_size=kv.block_size,
-            num_blocks=kv.num_blocks,
-            active_blocks=kv.pool.num_active,
-            cached_blocks=len(kv.index),
-            unfinished_blocks=kv.index.num_tails,
-            pinned_blocks=kv.pins.num_blocks,
-            pin_budget_blocks=kv.pins.budget,
-            pins=kv.pins.report(),
-            salts=kv.index.num_roots,
-            evicted_blocks=kv.num_evicted_blocks,
-            query_tokens=books.queries,
-            hit_tokens=books.hits,
-            misses=tuple(zip(MissReason, books.misses, strict=True)),
-            recent=tuple(books.recent),
-            tiers=self._tier_stats(),
-        )
+        return self._books.report(self._tier_stats())
 
     def check_invariants(self) -> None:
         """Raises AssertionError where requests, page tables, pool and index contradict each other. For tests."""

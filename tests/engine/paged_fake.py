@@ -176,6 +176,9 @@ class FakeDisk:
     def wait(self, seconds: float) -> None:
         """Nothing ends by waiting."""
 
+    def hurry(self, seconds: float) -> None:
+        """There are no others."""
+
     def clear(self) -> int:
         for done, _, _ in [one for one in self.pending if not one[0].is_read]:
             self.done.append(replace(done, good=False))

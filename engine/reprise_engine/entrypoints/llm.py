@@ -32,6 +32,7 @@ from reprise_engine.config import (
     ModelConfig,
     ResolvedConfig,
     SchedulerConfig,
+    cache_folder,
 )
 from reprise_engine.core import build_core
 from reprise_engine.entrypoints.prompts import ChatMessage, Prompt, as_conversations, as_params, as_prompts
@@ -147,7 +148,7 @@ class LLM:
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
                     prefix_caching_hash_algo=prefix_caching_hash_algo,
                     prefix_cache_host_memory=prefix_cache_host_memory,
-                    prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
+                    prefix_cache_dir=cache_folder(prefix_cache_dir),
                     prefix_cache_disk_size=prefix_cache_disk_size,
                 ),
                 scheduler=SchedulerConfig(
@@ -284,20 +285,8 @@ class LLM:
     ) -> _Generation:
         if not token_ids:
             raise RequestError("The prompt is empty; at least one token is needed.", param="prompt")
-        outside = [token for token in token_ids if not 0 <= token < self._config.vocab_size]
-        if outside:
-            raise RequestError(
-                f"The prompt holds token id {outside[0]}; the model's vocabulary goes from 0 to "
-                f"{self._config.vocab_size - 1}.",
-                param="prompt",
-            )
-        unknown = [token for token in params.stop_token_ids if not 0 <= token < self._config.vocab_size]
-        if unknown:
-            raise RequestError(
-                f"stop_token_ids holds {unknown[0]}; the model's vocabulary goes from 0 to "
-                f"{self._config.vocab_size - 1}.",
-                param="stop_token_ids",
-            )
+        self._check_vocabulary(token_ids, what="The prompt holds token id", param="prompt")
+        self._check_vocabulary(params.stop_token_ids, what="stop_token_ids holds", param="stop_token_ids")
         room = self._config.max_model_len - len(token_ids)
         if room < 1:
             raise ContextLengthExceeded(
@@ -323,6 +312,12 @@ class LLM:
         elif sampling.stop:
             raise RequestError("`stop` strings need a tokenizer, but skip_tokenizer_init is set.", param="stop")
         return _Generation(prompt=prompt, request=request, text=text)
+
+    def _check_vocabulary(self, token_ids: Sequence[TokenId], *, what: str, param: str) -> None:
+        size = self._config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < size:
+                raise RequestError(f"{what} {token}; the model's vocabulary goes from 0 to {size - 1}.", param=param)
 
     def _eos_token_ids(self) -> tuple[TokenId, ...]:
         if self._config.eos_token_ids:
