@@ -25,6 +25,8 @@ class Usage:
     cached_tokens: int
     explanations: tuple[CacheExplanation, ...] = ()
     """One a prompt, where the request asked for them."""
+    reasoning_tokens: int | None = None
+    """A part of `completion_tokens`; None where reasoning is not told apart."""
 
     def as_json(self) -> dict[str, object]:
         # cached_tokens is always there: a client must be able to tell "none" from "not told".
@@ -32,12 +34,15 @@ class Usage:
         if self.explanations:
             shown = [one.as_json() for one in self.explanations]
             details["cache_explanation"] = shown[0] if len(shown) == 1 else shown
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": details,
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class Generation:
@@ -66,6 +71,11 @@ class Generation:
         self._isolated = isolated
         self._text = OutputText(decoder, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling)
         self._last_token: float | None = None
+        self._ended: FinishReason | None = None
+
+    def end(self, reason: FinishReason) -> None:
+        """No more is wanted: the sequence counts as ended so, and `deltas` aborts it in the engine when resumed."""
+        self._ended = reason
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Ends after the delta with a finish_reason. Leaving early aborts the sequence in the engine."""
@@ -79,7 +89,8 @@ class Generation:
                     if delta.finish_reason is not None:
                         finish_reason = delta.finish_reason
                     yield delta
-                    if delta.finish_reason is not None:
+                    finish_reason = self._ended or finish_reason
+                    if delta.finish_reason is not None or self._ended is not None:
                         break
         finally:
             self._metrics.finished(

@@ -14,44 +14,21 @@ from reprise_engine.errors import ContextLengthExceeded, RequestError
 from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
 from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.isolation import request_api_key
-from reprise_engine.server.protocol import ChatPrompt, GenerationBody
+from reprise_engine.server.protocol import GenerationBody
+from reprise_engine.server.protocol_chat import ChatCompletionBody
 from reprise_engine.server.state import Loaded, ServerState
-from reprise_engine.text import ChatTemplateError, Tokenizer
+from reprise_engine.text import Tokenizer
 
 _T = TypeVar("_T")
 
 
-async def chat_prompt(model: Loaded, body: ChatPrompt) -> tuple[TokenId, ...]:
-    """The token ids of a conversation. Raises RequestError in the template's words."""
-    return await asyncio.to_thread(_chat_prompt, model.tokenizer, body)
-
-
-def _chat_prompt(tokenizer: Tokenizer, body: ChatPrompt) -> tuple[TokenId, ...]:
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    if tokenizer.chat_template is not None and not tokenizer.chat_template.knows_developer_role:
-        for message in messages:  # OpenAI's newer name for it; a template that does not know it would drop it
-            if message["role"] == "developer":
-                message["role"] = "system"
-    try:
-        text = tokenizer.render_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-        )
-    except ChatTemplateError as error:
-        raise RequestError(str(error), param="messages") from error
-    return _encode(tokenizer, text, add_special_tokens=body.add_special_tokens, param="messages")
-
-
 async def text_prompt(model: Loaded, text: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
     """Raises RequestError for text that is not Unicode."""
-    return await asyncio.to_thread(
-        _encode, model.tokenizer, text, add_special_tokens=add_special_tokens, param="prompt"
-    )
+    return await asyncio.to_thread(encode, model.tokenizer, text, add_special_tokens=add_special_tokens, param="prompt")
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+    """Raises RequestError, naming `param`, for text that is not Unicode."""
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (UnicodeError, TypeError) as error:  # half of a surrogate pair, which JSON can spell
@@ -172,6 +149,31 @@ def generations(
                 )
             )
     return Generations(made, batch=batch)
+
+
+def chat_generations(
+    model: Loaded,
+    state: ServerState,
+    http: Request,
+    body: ChatCompletionBody,
+    prompt: Sequence[TokenId],
+    *,
+    arrival_time: float,
+) -> Generations:
+    """n sequences of one conversation. Raises RequestError as `generations` does."""
+    if model.formats.special_marks:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    return generations(
+        model,
+        state,
+        http,
+        body,
+        [prompt],
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        default_max_tokens=model.defaults.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        arrival_time=arrival_time,
+    )
 
 
 def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:

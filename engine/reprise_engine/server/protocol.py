@@ -1,4 +1,4 @@
-"""The bodies of requests. What cannot be honoured is refused by name; nothing is ignored silently.
+"""What the bodies of requests share, and completions. What cannot be honoured is refused by name; nothing is ignored.
 
 Three kinds of fields: declared ones are honoured; `_HARMLESS` ones ask for nothing that a server of one model does, and
 are accepted on purpose; `_NOT_SUPPORTED` ones are accepted with a value that asks for nothing, else they are a 400.
@@ -15,11 +15,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     PlainValidator,
     StringConstraints,
-    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -51,7 +49,7 @@ _HARMLESS = frozenset(
         "metadata",
         "safety_identifier",
         "prompt_cache_key",  # routes between OpenAI's servers; here one cache serves all
-        "parallel_tool_calls",  # says something about tools only, which are refused
+        "parallel_tool_calls",  # says something about tools only
     }
 )
 
@@ -103,7 +101,7 @@ def refuse(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused_field", "{message}", {"param": param, "message": message})
 
 
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(value == allowed and type(value) is type(allowed) for allowed in neutral)
 
 
@@ -124,7 +122,7 @@ class Body(BaseModel):
             elif name in _HARMLESS:
                 continue
             elif name in _NOT_SUPPORTED:
-                if not _is_neutral(value, _NOT_SUPPORTED[name]):
+                if not is_neutral(value, _NOT_SUPPORTED[name]):
                     raise refuse(name, f"{name} is not supported by this server; leave it out.")
             else:
                 kept[name] = value  # pydantic's own complaint about unknown fields
@@ -188,84 +186,6 @@ class GenerationBody(Body):
         return tuple(self.stop or ())
 
 
-class ChatMessageBody(Body):
-    """One message. `content` is text, or a list of text parts, which are joined by line ends."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-        if data.get("role") in ("tool", "function"):
-            raise refuse("messages", "Messages of role 'tool' are not supported by this server.")
-        # What the OpenAI client's own model_dump() of a reply holds, at values that say nothing.
-        for name, neutral in (("refusal", ()), ("audio", ()), ("function_call", ()), ("annotations", ([],))):
-            if name in data and not _is_neutral(data.pop(name), neutral):
-                raise refuse("messages", f"{name} in a message is not supported by this server.")
-        if not _is_neutral(data.pop("tool_calls", None), ([],)):
-            raise refuse("messages", "tool_calls in a message are not supported by this server.")
-        content = data.get("content")
-        if isinstance(content, list):
-            data["content"] = "\n".join(_text_of(part) for part in content)
-        elif content is None and data.get("role") != "assistant":
-            raise refuse("messages", f"content is required in a message of role {data.get('role')!r}.")
-        return data
-
-
-def _text_of(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        raise refuse(
-            "messages", f"Content parts of type {kind!r} are not supported; this model reads parts of type 'text' only."
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise refuse("messages", "A content part of type 'text' needs a string in its field text.")
-    return text
-
-
-class ChatPrompt(Body):
-    """The fields that make the prompt, shared with /tokenize."""
-
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = False
-
-    @model_validator(mode="after")
-    def _one_way_to_go_on(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refuse(
-                "continue_final_message", "continue_final_message needs add_generation_prompt to be false: one of them."
-            )
-        return self
-
-
-class ChatCompletionBody(ChatPrompt, GenerationBody):
-    """POST /v1/chat/completions."""
-
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] = False
-
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs", "top_logprobs is only allowed when logprobs is true.")
-        return self
-
-
 def split_prompt(prompt: Any) -> list[str] | list[list[int]]:
     """One entry a prompt. Raises the complaint about anything that is not of the four shapes."""
     if isinstance(prompt, str):
@@ -304,55 +224,3 @@ class CompletionBody(GenerationBody):
         if self.echo and self.logprobs is not None:
             raise refuse("echo", "echo together with logprobs is not supported: the prompt's are not computed.")
         return self
-
-
-class TokenizeTextBody(Body):
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = False
-
-
-class TokenizeChatBody(ChatPrompt):
-    model: str | None = None
-    return_token_strs: bool | None = False
-
-
-def _tokenize_kind(data: Any) -> str:
-    return "@messages" if isinstance(data, dict) and "messages" in data else "@prompt"
-
-
-TokenizeBody = Annotated[
-    Annotated[TokenizeTextBody, Tag("@prompt")] | Annotated[TokenizeChatBody, Tag("@messages")],
-    Discriminator(_tokenize_kind),
-]
-"""A conversation where there are `messages`, else a text: so a complaint is about what was meant."""
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: list[TokenIdField]
-
-
-class PinBody(Body):
-    """POST /v1/admin/prefix_cache/pins, and a line of a warm-up file: `prompt`, a text or token ids, or `messages`."""
-
-    name: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[.:@-]*\w[\w.:@-]*$")] | None = None
-    """None takes a new one."""
-    prompt: NonEmpty | Annotated[list[TokenIdField], Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)] | None = None
-    add_generation_prompt: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Salt | None = None
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise refuse("prompt", "Give either prompt or messages.")
-        return self
-
-
-class ResetBody(Body):
-    """POST /v1/admin/prefix_cache/reset."""
-
-    include_pins: bool = False
