@@ -69,14 +69,13 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message", "one of them"),
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": "refuse"}]}, "messages", "conversation is refused"),
         # not supported, and named
-        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
-        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "not supported"),
+        (COMPLETIONS, {"prompt": "a", "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        (COMPLETIONS, {"prompt": "a", "tool_choice": "required"}, "tool_choice", "not supported"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (CHAT, {"messages": HI, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         (CHAT, {"messages": HI, "store": True}, "store", "not supported"),
-        (CHAT, {"messages": HI, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        (CHAT, {"messages": HI, "reasoning_effort": "high"}, "reasoning_effort", "knows no degrees"),
         (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, "modalities", "not supported"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages", "'tool' are not supported"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
