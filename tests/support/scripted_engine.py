@@ -28,6 +28,8 @@ MAX_MODEL_LEN = 2048
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 _EOS = "<|im_end|>"
+BREAKS = "<|endoftext|>"
+"""In a script: here the engine breaks."""
 _TRAINING_TEXT = (
     'What is the weather in Paris today? {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}} '
     "user assistant system tool function arguments the quick brown fox; I should look it up first, then answer.\n\n"
@@ -71,8 +73,9 @@ def scripted_options(folder: Path, script: Sequence[str], *, template: str, **ch
 
 
 class ScriptedRunner:
-    def __init__(self, lines: Sequence[Sequence[TokenId]]) -> None:
+    def __init__(self, lines: Sequence[Sequence[TokenId]], *, breaks: TokenId) -> None:
         self._lines = lines
+        self._breaks = breaks
 
     def run(self, step: Step) -> StepResult:
         sampled: dict[RequestId, TokenId] = {}
@@ -80,6 +83,8 @@ class ScriptedRunner:
         for part in step.requests:
             if part.samples:
                 token = self._lines[part.sampling.seed or 0][part.output_index]
+                if token == self._breaks:
+                    raise RuntimeError("device on fire")
                 sampled[part.request_id] = token
                 if part.sampling.logprobs is not None:
                     logprobs[part.request_id] = TokenLogprobs(token, -0.5, 1)
@@ -118,4 +123,4 @@ def build(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, Reso
         eos_token_ids=(eos,),
         version=__version__,
     )
-    return EngineCore(scheduler, ScriptedRunner(lines)), resolved
+    return EngineCore(scheduler, ScriptedRunner(lines, breaks=tokenizer.token_to_id(BREAKS))), resolved

@@ -8,7 +8,7 @@ Any other field is unknown, and a 400 as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -53,7 +53,10 @@ _HARMLESS = frozenset(
     }
 )
 
-_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+NotSupported = Mapping[str, tuple[Any, ...]]
+"""Fields that are refused, each with the values, besides null, that ask for nothing."""
+
+_NOT_SUPPORTED: NotSupported = {
     # OpenAI's. After each name: the values, besides null, that ask for nothing.
     "audio": (),
     "functions": ([],),
@@ -109,6 +112,9 @@ class Body(BaseModel):
     """Strict: a string is no number, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    not_supported: ClassVar[NotSupported] = _NOT_SUPPORTED
+    within: ClassVar[str] = ""
+    """What the names of its fields begin with in messages, where it is a part of a body."""
 
     @model_validator(mode="before")
     @classmethod
@@ -121,9 +127,11 @@ class Body(BaseModel):
                 kept[name] = value
             elif name in _HARMLESS:
                 continue
-            elif name in _NOT_SUPPORTED:
-                if not is_neutral(value, _NOT_SUPPORTED[name]):
-                    raise refuse(name, f"{name} is not supported by this server; leave it out.")
+            elif name in cls.not_supported:
+                if not is_neutral(value, cls.not_supported[name]):
+                    raise refuse(
+                        cls.within + name, f"{cls.within}{name} is not supported by this server; leave it out."
+                    )
             else:
                 kept[name] = value  # pydantic's own complaint about unknown fields
         return kept
@@ -131,6 +139,9 @@ class Body(BaseModel):
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[list[NonEmpty], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)]
 
 
 class StreamOptions(BaseModel):
@@ -154,7 +165,7 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[NonEmpty], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

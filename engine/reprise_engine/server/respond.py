@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from reprise_engine.request import TokenId
 from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.protocol import GenerationBody
-from reprise_engine.server.streaming import ClientGone, EventStream, unless_disconnected
+from reprise_engine.server.streaming import DONE, ClientGone, EventStream, unless_disconnected
 from reprise_engine.text import TextDelta
 
 Deltas = AsyncIterator[tuple[Generation, TextDelta]]
@@ -29,7 +29,9 @@ class Answer(Protocol):
     def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]: ...
 
 
-async def respond(request: Request, body: GenerationBody, generations: Generations, answer: Answer) -> Response:
+async def respond(
+    request: Request, body: GenerationBody, generations: Generations, answer: Answer, *, closing: bytes = DONE
+) -> Response:
     """The answer in the shape the body asks for. A client that goes away aborts its sequences, in both shapes.
 
     A stream begins when the engine has sent something, so what it refuses is still an HTTP error.
@@ -46,7 +48,7 @@ async def respond(request: Request, body: GenerationBody, generations: Generatio
             raise
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return EventStream(answer.stream(_chain(first, deltas)), source=deltas)
+    return EventStream(answer.stream(_chain(first, deltas)), source=deltas, closing=closing)
 
 
 async def _first(deltas: Deltas) -> tuple[Generation, TextDelta]:
