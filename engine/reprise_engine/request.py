@@ -203,6 +203,8 @@ class RequestOutput:
     request_id: RequestId
     new_token_ids: tuple[TokenId, ...] = ()
     new_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the sampling's `prompt_logprobs`: of the prompt's tokens but the first, in order, as they are computed."""
     finish_reason: FinishReason | None = None
     stop_token_id: TokenId | None = None
     prompt_tokens: int = 0

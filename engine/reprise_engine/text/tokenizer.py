@@ -70,6 +70,10 @@ class Tokenizer:
                 pass
         return text.encode()
 
+    def serialized(self) -> str:
+        """What tokenizer.json holds, with the tokens of tokenizer_config.json."""
+        return self._backend.to_str()
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
