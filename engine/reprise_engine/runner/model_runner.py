@@ -1,5 +1,5 @@
-"""Runs a Step: stores, loads, copies, forward pass, log-probabilities of the prompt, sampling. Knows nothing of requests
-beyond the step it is given."""
+"""Runs a Step: stores, loads, copies, forward pass, log-probabilities of the prompt, sampling. Knows nothing of
+requests beyond the step it is given."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from reprise_engine.attention.base import AttentionBackend, LayerKV
 from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.models.loader import LoadedModel
+from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
 from reprise_engine.runner.transfer import KVTransfer
-from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.sampler import mask_logits, sample
 from reprise_engine.step import Step, StepResult
 from reprise_engine.structured.masks import Grammars
@@ -42,8 +42,9 @@ class ModelRunner:
         self._seed = seed
         self._transfer = transfer
         self._grammars = grammars
-        self._decoder: nn.Module = model.module.get_decoder()
-        self._head: nn.Module = model.module.get_output_embeddings()
+        # transformers leaves both untyped.
+        self._decoder: nn.Module = model.module.get_decoder()  # type: ignore[no-untyped-call]
+        self._head: nn.Module = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._num_blocks, self._block_size = kv[0].key_BSKH.shape[:2]
 
     def run(self, step: Step) -> StepResult:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import llguidance
 
@@ -55,11 +53,3 @@ def refused(structured: StructuredOutput, complaint: str) -> RequestError:
         param=param,
         code="invalid_structured_output",
     )
-
-
-def with_whitespace(schema: Mapping[str, Any], *, flexible: bool, pattern: str | None = None) -> dict[str, Any]:
-    """The schema with llguidance's own options for the whitespace between JSON's tokens, where it has none yet."""
-    options: dict[str, Any] = {"whitespace_flexible": flexible}
-    if pattern is not None:
-        options["whitespace_pattern"] = pattern
-    return {"x-guidance": options} | dict(schema)

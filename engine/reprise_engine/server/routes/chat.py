@@ -15,7 +15,7 @@ from reprise_engine.server import prepare
 from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.protocol import ChatCompletionBody
-from reprise_engine.server.respond import Deltas, choice_ids, respond, wants_usage
+from reprise_engine.server.respond import Deltas, choice_ids, prompt_logprobs_of, respond, wants_usage
 from reprise_engine.server.state import Loaded, Model, State
 from reprise_engine.server.streaming import event
 from reprise_engine.text import TextDelta
@@ -74,7 +74,12 @@ class _ChatAnswer:
     def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._model.tokenizer, entries, top=self._body.top_logprobs or 0)
+        return chat_logprobs(
+            self._model.tokenizer,
+            entries,
+            top=self._body.top_logprobs or 0,
+            as_token_ids=bool(self._body.return_tokens_as_token_ids),
+        )
 
     async def whole(self, deltas: Deltas) -> Response:
         choices = [_Choice() for _ in self._generations.generations]
@@ -104,6 +109,7 @@ class _ChatAnswer:
                 "system_fingerprint": None,
             }
             | self._prompt_ids()
+            | await prompt_logprobs_of(self._model, self._body, self._generations.generations[0])
         )
 
     def _prompt_ids(self) -> dict[str, Any]:
