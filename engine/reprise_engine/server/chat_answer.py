@@ -15,7 +15,7 @@ from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.parsed_answer import ParsedChoice, ParsedChoices
 from reprise_engine.server.protocol_chat import ChatCompletionBody
-from reprise_engine.server.respond import Deltas, choice_ids
+from reprise_engine.server.respond import Deltas, choice_ids, prompt_logprobs_of
 from reprise_engine.server.state import Loaded
 from reprise_engine.server.streaming import event
 from reprise_engine.text.answer_parts import (
@@ -93,7 +93,12 @@ class ChatAnswer:
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._model.tokenizer, entries, top=self._body.top_logprobs or 0)
+        return chat_logprobs(
+            self._model.tokenizer,
+            entries,
+            top=self._body.top_logprobs or 0,
+            as_token_ids=bool(self._body.return_tokens_as_token_ids),
+        )
 
     async def whole(self, deltas: Deltas) -> Response:
         choices = [_Whole() for _ in self._generations.generations]
@@ -122,6 +127,7 @@ class ChatAnswer:
                 "system_fingerprint": None,
             }
             | self._prompt_ids()
+            | await prompt_logprobs_of(self._model, self._body, self._generations.generations[0])
         )
 
     def _prompt_ids(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.engine import EngineClient
-from reprise_engine.request import EngineRequest, FinishReason, RequestOutput
+from reprise_engine.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import OutputText, TextDelta
 from reprise_engine.text.detokenizer import Decoder
@@ -58,7 +58,9 @@ class Generation:
         index: int,
         choice: int = 0,
         isolated: bool = False,
+        prompt_only: bool = False,
     ) -> None:
+        """With `prompt_only` what is generated is kept back: only the prompt is of interest."""
         self.request = request
         self.index = index
         self.counts_prompt = choice == 0
@@ -66,6 +68,9 @@ class Generation:
         self.cached_tokens = 0
         self.explanation: CacheExplanation | None = None
         self.completion_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens but the first, where they are asked for: all of them before the first token comes."""
+        self._prompt_only = prompt_only
         self._engine = engine
         self._metrics = metrics
         self._isolated = isolated
@@ -84,7 +89,11 @@ class Generation:
         try:
             async with aclosing(self._engine.generate(self.request)) as outputs:
                 async for output in outputs:
+                    self.prompt_logprobs += output.prompt_logprobs
                     delta = self._text.push(output)
+                    if self._prompt_only:
+                        ended = None if delta.finish_reason is None else FinishReason.LENGTH
+                        delta = TextDelta(text="", token_ids=(), finish_reason=ended)
                     self._count(output, len(delta.token_ids))
                     if delta.finish_reason is not None:
                         finish_reason = delta.finish_reason

@@ -20,11 +20,13 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+
+from reprise_engine.server.protocol_logits import MAX_TOP_LOGPROBS, LogitFields
+from reprise_engine.server.protocol_structured import StructuredFields
+from reprise_engine.server.refusals import refuse as refuse
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_SALT_LENGTH = 256
 
@@ -61,12 +63,10 @@ _NOT_SUPPORTED: NotSupported = {
     "audio": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -75,33 +75,17 @@ _NOT_SUPPORTED: NotSupported = {
     "verbosity": (),
     "web_search_options": (),
     # vLLM's
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": (),
 }
-
-
-def refuse(param: str, message: str) -> PydanticCustomError:
-    """A complaint that names its field, wherever in the model it is raised."""
-    # The message goes through as an argument: PydanticCustomError treats its template's braces as fields.
-    return PydanticCustomError("refused_field", "{message}", {"param": param, "message": message})
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -152,7 +136,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(Body):
+class GenerationBody(LogitFields, StructuredFields, Body):
     """What chat completions and completions have in common. None means the server's default."""
 
     model: str | None = None
@@ -219,6 +203,8 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` is one text, several, the token ids of one, or those of several."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(split_prompt)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 with `echo`: only the prompt is wanted, and its log-probabilities."""
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
@@ -232,6 +218,13 @@ class CompletionBody(GenerationBody):
             raise refuse(
                 "n", f"prompts times n is {len(self.prompt) * self.choices}; at most {MAX_SEQUENCES} a request."
             )
-        if self.echo and self.logprobs is not None:
-            raise refuse("echo", "echo together with logprobs is not supported: the prompt's are not computed.")
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens", "max_tokens is 0, which only makes sense with echo: nothing is generated.")
         return self
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """An echo has the log-probabilities of the prompt as well."""
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)

@@ -75,6 +75,10 @@ class Tokenizer:
         """Whether `text` is one special token, which `skip_special_tokens` hides."""
         return any(token.special and token.content == text for token in self._added.values())
 
+    def serialized(self) -> str:
+        """What tokenizer.json holds, with the tokens of tokenizer_config.json."""
+        return self._backend.to_str()
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
