@@ -207,6 +207,7 @@ def chat_generations(
     body: ChatCompletionBody,
     prompt: Sequence[TokenId],
     *,
+    structured: StructuredOutput | None,
     arrival_time: float,
 ) -> Generations:
     """n sequences of one conversation. Raises RequestError as `generations` does."""
@@ -221,6 +222,7 @@ def chat_generations(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         default_max_tokens=model.defaults.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured=structured,
         arrival_time=arrival_time,
     )
 

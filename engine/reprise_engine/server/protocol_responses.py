@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from reprise_engine.server.protocol import (
     MAX_TOP_LOGPROBS,
@@ -20,6 +20,7 @@ from reprise_engine.server.protocol import (
     refuse,
 )
 from reprise_engine.server.protocol_chat import ChatCompletionBody
+from reprise_engine.server.protocol_structured import ResponseFormat
 from reprise_engine.server.protocol_tools import MAX_TOOLS, FunctionBody, NamedTool, ToolBody, check_tool_choice
 from reprise_engine.server.responses_input import InputItem, chat_messages, checked_item
 
@@ -38,11 +39,38 @@ class ReasoningOptions(Body):
     effort: NonEmpty | None = None
 
 
+class TextFormatBody(Body):
+    """What chat completions call response_format; here its fields stand beside its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    within: ClassVar[str] = "text.format."
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise refuse(
+                "text.format", "schema goes with the type json_schema of text.format: neither without the other."
+            )
+        return self
+
+    def for_chat(self) -> ResponseFormat:
+        if self.schema_ is None:
+            return ResponseFormat(type=self.type)
+        schema = {"name": self.name or "", "schema": self.schema_, "strict": self.strict}
+        return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
+
+
 class TextOptions(Body):
     within: ClassVar[str] = "text."
     not_supported: ClassVar[NotSupported] = {"verbosity": ()}
 
-    format: dict[str, Any] | None = None
+    format: TextFormatBody | None = None
 
 
 class ResponseToolBody(FunctionBody):
@@ -152,10 +180,13 @@ class ResponsesBody(Body):
         if self.top_logprobs and not self.include:
             raise refuse("top_logprobs", f"top_logprobs is only allowed when include holds {LOGPROBS!r}.")
         check_tool_choice(self.tool_choice, [tool.for_chat() for tool in self.tools or ()])
-        form = None if self.text is None else self.text.format
-        if form is not None and form != {"type": "text"}:
-            raise refuse("text", f"text.format of type {form.get('type')!r} is not supported by this server.")
         return self
+
+    @property
+    def form(self) -> TextFormatBody:
+        """Of the text that is answered."""
+        form = None if self.text is None else self.text.format
+        return TextFormatBody(type="text") if form is None else form
 
     def for_chat(self) -> ChatCompletionBody:
         """The same request as a chat completion."""
@@ -168,6 +199,7 @@ class ResponsesBody(Body):
             max_completion_tokens=self.max_output_tokens,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             logprobs=bool(self.include),
+            response_format=self.form.for_chat(),
             **{
                 name: getattr(self, name)
                 for name in (

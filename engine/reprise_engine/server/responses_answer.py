@@ -51,7 +51,7 @@ class ResponsesAnswer:
             "tool_choice": _tool_choice(body),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-            "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
+            "text": {"format": body.form.model_dump(by_alias=True, exclude_none=True)},
             "truncation": "disabled",
             "background": False,
             "store": False,

@@ -71,6 +71,10 @@ class Tokenizer:
                 pass
         return text.encode()
 
+    def token_id(self, text: str) -> TokenId | None:
+        """The token that `text` is by itself, None where it is spelled."""
+        return self._backend.token_to_id(text)
+
     def is_special(self, text: str) -> bool:
         """Whether `text` is one special token, which `skip_special_tokens` hides."""
         return any(token.special and token.content == text for token in self._added.values())

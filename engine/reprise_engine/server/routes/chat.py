@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from reprise_engine.server import prepare
+from reprise_engine.server.answer_form import answer_form
 from reprise_engine.server.chat_answer import ChatAnswer
 from reprise_engine.server.chat_prompt import render_chat
 from reprise_engine.server.parsed_answer import ParsedChoices
@@ -25,7 +26,11 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
     name = state.check_model(body.model)
     use = tool_use(model, body)
     chat = await render_chat(model, body, effort=body.reasoning_effort)
-    generations = prepare.chat_generations(model, state, request, body, chat.token_ids, arrival_time=arrival_time)
+    generations = prepare.chat_generations(
+        *(model, state, request, body, chat.token_ids),
+        structured=answer_form(model, body, chat.start, use),
+        arrival_time=arrival_time,
+    )
     answer = ChatAnswer(
         model=model,
         body=body,

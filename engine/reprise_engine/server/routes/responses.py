@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from reprise_engine.errors import RequestError
 from reprise_engine.server import prepare
+from reprise_engine.server.answer_form import answer_form
 from reprise_engine.server.chat_prompt import render_chat
 from reprise_engine.server.parsed_answer import ParsedChoices
 from reprise_engine.server.protocol_responses import ResponsesBody
@@ -25,6 +26,7 @@ _OWN_NAMES: Mapping[str | None, str] = {
     "prompt": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
 }
 """Of fields that a chat completion has another name for."""
 
@@ -38,7 +40,9 @@ async def responses(request: Request, body: ResponsesBody, state: State, model: 
         use = tool_use(model, chat_body)
         chat = await render_chat(model, chat_body, effort=chat_body.reasoning_effort)
         generations = prepare.chat_generations(
-            model, state, request, chat_body, chat.token_ids, arrival_time=arrival_time
+            *(model, state, request, chat_body, chat.token_ids),
+            structured=answer_form(model, chat_body, chat.start, use),
+            arrival_time=arrival_time,
         )
     except RequestError as error:
         raise type(error)(error.message, param=_OWN_NAMES.get(error.param, error.param), code=error.code) from error

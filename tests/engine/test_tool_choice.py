@@ -1,0 +1,167 @@
+"""`tool_choice` and schemas on a real model (small, random): what it says has the form that was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig
+from reprise_engine.server.options import ServerOptions
+from tests.engine.test_server_errors import error_of
+from tests.support.engine_server import RunningServer, running_server
+from tests.support.qwen_templates import QWEN3, QWEN3_THINKING
+from tests.support.tiny_models import tiny_model_path
+
+CHAT = "/v1/chat/completions"
+HI: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+class Weather(BaseModel):
+    """Finite, so that a random model comes to an end."""
+
+    city: Literal["Paris", "Rome"]
+    tomorrow: bool
+
+
+def tool(name: str, **fields: Any) -> Any:
+    schema = Weather.model_json_schema() | {"additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema, **fields}}
+
+
+TOOLS = [tool("get_weather"), tool("get_climate")]
+
+
+def serving(template: str) -> ServerOptions:
+    return ServerOptions(
+        engine=EngineConfig(
+            model=ModelConfig(model=str(tiny_model_path("qwen3")), dtype="float32", max_model_len=1024),
+            cache=CacheConfig(num_gpu_blocks_override=128),
+            device="cpu",
+        ),
+        host="127.0.0.1",
+        port=0,
+        served_names=("tiny",),
+        chat_template=template,
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(serving(QWEN3)) as running:
+        yield running
+
+
+def ask(client: httpx.Client, **body: Any) -> Any:
+    response = client.post(CHAT, json={"messages": HI, "max_tokens": 200} | NOT_THINKING | body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_required_calls_some_function(server: RunningServer, seed: int) -> None:
+    body = {"tools": TOOLS, "tool_choice": "required", "seed": seed}
+    choice = ask(server.client, **body, parallel_tool_calls=False)
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] in ("get_weather", "get_climate")
+    Weather.model_validate_json(call["function"]["arguments"])
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    several = ask(server.client, **body)["message"]["tool_calls"]
+    assert several[0]["function"] == call["function"]
+    assert ask(server.client, tools=TOOLS, seed=seed)["message"].get("tool_calls") is None  # random text
+
+
+@pytest.mark.parametrize("name", ["get_weather", "get_climate"])
+def test_a_named_function_is_called(server: RunningServer, name: str) -> None:
+    choice = ask(server.client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": name}})
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == name
+    Weather.model_validate_json(call["function"]["arguments"])
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_the_streamed_call_is_the_same(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        body: Any = {"model": "tiny", "messages": HI, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
+        body |= {"parallel_tool_calls": False, "extra_body": NOT_THINKING, "max_tokens": 200}
+        whole = sdk.chat.completions.create(**body).choices[0]
+        with sdk.chat.completions.stream(**body) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    assert whole.message.tool_calls is not None
+    assert streamed.message.tool_calls is not None
+    assert [call.function.to_dict() for call in streamed.message.tool_calls] == [
+        call.function.to_dict() | {"parsed_arguments": None} for call in whole.message.tool_calls
+    ]
+    assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+
+
+def test_thinking_is_allowed_before_a_forced_call_and_nothing_else(server: RunningServer) -> None:
+    begun = set()
+    for seed in range(6):
+        body = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 12}
+        choice = server.client.post(CHAT, json=body | {"return_token_ids": True}).json()["choices"][0]
+        text = server.client.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
+        begun.add(next((mark for mark in ("<think>", "<tool_call>") if text.startswith(mark)), text))
+    assert begun <= {"<think>", "<tool_call>"}
+
+
+def test_a_schema_is_kept_behind_the_reasoning_that_the_template_opens() -> None:
+    with running_server(serving(QWEN3_THINKING)) as server:
+        body = {"messages": HI, "max_tokens": 300, "response_format": {"type": "json_object"}, "temperature": 0}
+        # A random model does not stop thinking, so the end is its likeliest token: the grammar begins behind it.
+        choice = server.client.post(CHAT, json=body).json()["choices"][0]
+        assert choice["message"]["content"] is None or json.loads(choice["message"]["content"]) is not None
+        assert choice["message"]["reasoning"]
+
+
+def test_json_or_calls_where_both_are_possible(server: RunningServer) -> None:
+    schema = Weather.model_json_schema() | {"additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    for seed in range(4):
+        choice = ask(server.client, tools=TOOLS, response_format=form, parallel_tool_calls=False, seed=seed)
+        calls = choice["message"].get("tool_calls")
+        texts = [calls[0]["function"]["arguments"]] if calls else [choice["message"]["content"]]
+        Weather.model_validate_json(texts[0])
+    error = error_of(
+        server.client.post(CHAT, json={"messages": HI, "tools": TOOLS, "structured_outputs": {"choice": ["a", "b"]}})
+    )
+    assert "cannot be combined with tools" in error["message"]
+
+
+def test_strict_tools_are_honoured_when_the_choice_is_the_models(server: RunningServer) -> None:
+    ask(server.client, tools=[tool("get_weather", strict=True)], max_tokens=20)
+    broken = tool("get_weather", strict=True)
+    broken["function"]["parameters"] = {"type": "nonsense"}
+    error = error_of(server.client.post(CHAT, json={"messages": HI, "tools": [broken]}))
+    assert error["param"] == "tools"
+
+
+def test_openais_client_parses_answers_of_both_apis(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        chat = sdk.chat.completions.parse(model="tiny", messages=HI, response_format=Weather, extra_body=NOT_THINKING)
+        response = sdk.responses.parse(
+            model="tiny", input=HI[0]["content"], text_format=Weather, extra_body=NOT_THINKING
+        )
+        tools: Any = [openai.pydantic_function_tool(Weather)]
+        called = sdk.chat.completions.parse(
+            model="tiny",
+            messages=HI,
+            tools=tools,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            extra_body=NOT_THINKING,
+        )
+    assert isinstance(chat.choices[0].message.parsed, Weather)
+    assert isinstance(response.output_parsed, Weather)
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.type == "json_schema"
+    [call] = called.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
