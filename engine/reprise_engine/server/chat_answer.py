@@ -123,7 +123,7 @@ class ChatAnswer:
                     | choice_ids(self._body, choice.token_ids)
                     for generation, choice in zip(self._generations.generations, choices, strict=True)
                 ],
-                "usage": self._parsed.usage().as_json(),
+                "usage": (await self._parsed.final_usage()).as_json(),
                 "system_fingerprint": None,
             }
             | self._prompt_ids()
@@ -158,7 +158,7 @@ class ChatAnswer:
             if choice.finish_reason is not None:
                 yield self._chunk(generation, {}, end=choice, usage=usage)
         if self._include_usage:
-            usage = self._parsed.usage().as_json()
+            usage = (await self._parsed.final_usage()).as_json()
             yield event(self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage})
 
     def _chunk(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,17 @@ _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
+    """A prompt, and what the chat template made it of."""
+
     token_ids: tuple[TokenId, ...]
+    text: str
     start: ReasoningStart
     """Whether what is generated behind it begins inside a block of reasoning."""
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
 
 
 async def chat_prompt(model: Loaded, body: ChatPrompt) -> tuple[TokenId, ...]:
@@ -73,17 +79,22 @@ def _render(tokenizer: Tokenizer, body: ChatPrompt, variables: Mapping[str, Any]
             "server a template that does with --chat-template.",
             param="tools",
         )
+    tools = [tool.for_template() for tool in body.tools or ()]
     try:
         text = tokenizer.render_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            tools=[tool.for_template() for tool in body.tools or ()],
+            tools=tools,
             variables=variables,
         )
     except ChatTemplateError as error:
         raise RequestError(str(error), param="messages") from error
     return RenderedChat(
-        encode(tokenizer, text, add_special_tokens=body.add_special_tokens, param="messages"),
-        reasoning_start(text, continued=body.messages[-1].content if body.continue_final_message else None),
+        token_ids=encode(tokenizer, text, add_special_tokens=body.add_special_tokens, param="messages"),
+        text=text,
+        start=reasoning_start(text, continued=body.messages[-1].content if body.continue_final_message else None),
+        messages=messages,
+        tools=tools,
+        variables=variables,
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.engine import EngineClient
@@ -14,6 +15,10 @@ from reprise_engine.request import EngineRequest, FinishReason, RequestOutput, T
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import OutputText, TextDelta
 from reprise_engine.text.detokenizer import Decoder
+
+
+class Explained(Protocol):
+    def added_to(self, explanation: CacheExplanation) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,8 @@ class Usage:
     cached_tokens: int
     explanations: tuple[CacheExplanation, ...] = ()
     """One a prompt, where the request asked for them."""
+    ended_in: Explained | None = None
+    """What is known besides of the only explanation."""
     reasoning_tokens: int | None = None
     """A part of `completion_tokens`; None where reasoning is not told apart."""
 
@@ -32,7 +39,7 @@ class Usage:
         # cached_tokens is always there: a client must be able to tell "none" from "not told".
         details: dict[str, object] = {"cached_tokens": self.cached_tokens}
         if self.explanations:
-            shown = [one.as_json() for one in self.explanations]
+            shown = self.explained()
             details["cache_explanation"] = shown[0] if len(shown) == 1 else shown
         usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
@@ -43,6 +50,10 @@ class Usage:
         if self.reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
+
+    def explained(self) -> list[dict[str, object]]:
+        """The explanations as JSON."""
+        return [one.as_json() if self.ended_in is None else self.ended_in.added_to(one) for one in self.explanations]
 
 
 class Generation:

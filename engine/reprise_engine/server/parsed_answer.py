@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reprise_engine.request import FinishReason
+from reprise_engine.server.chat_explanation import ended_in
 from reprise_engine.server.chat_prompt import RenderedChat
 from reprise_engine.server.generation import Generation, Generations, Usage
+from reprise_engine.server.protocol_chat import ChatPrompt
 from reprise_engine.server.state import Loaded
 from reprise_engine.server.tool_use import ToolUse
 from reprise_engine.text import TextDelta
@@ -52,7 +54,12 @@ class ParsedChoice:
 class ParsedChoices:
     """All sequences of a request, by the index of their generation."""
 
-    def __init__(self, model: Loaded, chat: RenderedChat, use: ToolUse, generations: Generations) -> None:
+    def __init__(
+        self, model: Loaded, body: ChatPrompt, chat: RenderedChat, use: ToolUse, generations: Generations
+    ) -> None:
+        self._model = model
+        self._body = body
+        self._chat = chat
         self.reasons = model.formats.reasoning is not None
         """Whether reasoning is told apart, so that the answer has fields for it."""
         self._generations = generations
@@ -67,3 +74,12 @@ class ParsedChoices:
         if not self.reasons:
             return usage
         return replace(usage, reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices))
+
+    async def final_usage(self) -> Usage:
+        """With all that can be said of the cache, where the request asked for it."""
+        usage = self.usage()
+        if not usage.explanations:
+            return usage
+        [explanation] = usage.explanations
+        where = await ended_in(self._model.tokenizer, self._body, self._chat, explanation)
+        return replace(usage, ended_in=where)

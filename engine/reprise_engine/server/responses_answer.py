@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from reprise_engine.request import FinishReason, TokenLogprobs
 from reprise_engine.server.errors import SERVER_ERROR, as_api_error
-from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.generation import Generation, Generations, Usage
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.parsed_answer import ParsedChoices
 from reprise_engine.server.protocol_responses import ResponsesBody
@@ -61,20 +61,18 @@ class ResponsesAnswer:
             "user": None,
         }
 
-    def _response(self, status: str, *, error: Event | None = None) -> Event:
-        """The object as it is now."""
-        ended = status != "in_progress"
+    def _response(self, status: str, *, usage: Usage | None = None, error: Event | None = None) -> Event:
+        """The object as it is now; `usage` at its end."""
         return self._head | {
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "output": self._output.items if ended else [],
-            "usage": self._usage() if ended else None,
+            "output": self._output.items,
+            "usage": None if usage is None else self._usage(usage),
         }
 
-    def _usage(self) -> Event:
-        usage = self._parsed.usage()
+    def _usage(self, usage: Usage) -> Event:
         caches = self._model.resolved.enable_prefix_caching
         details: Event = {
             "cached_tokens": usage.cached_tokens,
@@ -82,7 +80,7 @@ class ResponsesAnswer:
             "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens if caches else 0,
         }
         if usage.explanations:
-            details["cache_explanation"] = usage.explanations[0].as_json()
+            [details["cache_explanation"]] = usage.explained()
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": details,
@@ -114,7 +112,7 @@ class ResponsesAnswer:
         async for generation, delta in deltas:
             for _ in self._take(generation, delta):
                 pass  # nobody is told before the end
-        return JSONResponse(self._response(self._status))
+        return JSONResponse(self._response(self._status, usage=await self._parsed.final_usage()))
 
     async def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         number = 0
@@ -134,9 +132,13 @@ class ResponsesAnswer:
             if answer is None:
                 raise
             told = {"code": SERVER_ERROR, "message": answer.body["error"]["message"]}
-            yield {"type": "response.failed", "response": self._response("failed", error=told)}
+            yield {
+                "type": "response.failed",
+                "response": self._response("failed", usage=self._parsed.usage(), error=told),
+            }
             return
-        yield {"type": f"response.{self._status}", "response": self._response(self._status)}
+        usage = await self._parsed.final_usage()
+        yield {"type": f"response.{self._status}", "response": self._response(self._status, usage=usage)}
 
 
 def _tool_choice(body: ResponsesBody) -> str | Event:

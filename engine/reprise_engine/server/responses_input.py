@@ -71,15 +71,15 @@ class Reasoning(_Item):
     content: Text | None = None
 
 
-_TAGS = ("message", "function_call", "function_call_output", "reasoning")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def checked_item(value: Any) -> Any:
     """Raises the complaint about an item of a kind that is not supported."""
     kind = value.get("type", "message") if isinstance(value, dict) else None
-    if isinstance(value, dict) and kind not in _TAGS:
+    if isinstance(value, dict) and kind not in ITEM_TYPES:
         hint = " This server keeps no responses: send the item itself." if kind == "item_reference" else ""
-        raise refuse("input", f"Input items of type {kind!r} are not supported; {', '.join(_TAGS)} are.{hint}")
+        raise refuse("input", f"Input items of type {kind!r} are not supported; {', '.join(ITEM_TYPES)} are.{hint}")
     return value
 
 

@@ -36,7 +36,7 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
         body=body,
         name=name,
         generations=generations,
-        parsed=ParsedChoices(model, chat, use, generations),
+        parsed=ParsedChoices(model, body, chat, use, generations),
         include_usage=wants_usage(body, force=state.force_include_usage),
     )
     return await respond(request, body, generations, answer)

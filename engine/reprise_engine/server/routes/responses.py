@@ -47,7 +47,11 @@ async def responses(request: Request, body: ResponsesBody, state: State, model: 
     except RequestError as error:
         raise type(error)(error.message, param=_OWN_NAMES.get(error.param, error.param), code=error.code) from error
     answer = ResponsesAnswer(
-        model=model, body=body, name=name, generations=generations, parsed=ParsedChoices(model, chat, use, generations)
+        model=model,
+        body=body,
+        name=name,
+        generations=generations,
+        parsed=ParsedChoices(model, chat_body, chat, use, generations),
     )
     # Its last event says that it is the last; there is no [DONE].
     return await respond(request, chat_body, generations, answer, closing=b"")
