@@ -87,6 +87,17 @@ def test_a_named_function_is_called(server: RunningServer, name: str) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
+def test_none_keeps_the_model_from_calling(server: RunningServer) -> None:
+    # Two texts that a random model takes by chance, one of them the mark of a call.
+    texts = ["<tool_call>", "<tool_card>"]
+    body = {"tools": TOOLS, "structured_outputs": {"choice": texts}, "temperature": 2.0, "top_k": 0}
+    body |= {"chat_template_kwargs": {"enable_thinking": False}}
+    free = {ask(server.client, **body | {"tools": None}, seed=seed)["message"]["content"] for seed in range(24)}
+    assert free == set(texts)
+    for seed in range(24):
+        assert ask(server.client, **body, tool_choice="none", seed=seed)["message"]["content"] == texts[1]
+
+
 def test_the_streamed_call_is_the_same(server: RunningServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
         body: Any = {"model": "tiny", "messages": HI, "tools": TOOLS, "tool_choice": "required", "temperature": 0}

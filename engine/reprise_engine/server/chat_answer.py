@@ -103,6 +103,8 @@ class ChatAnswer:
     async def whole(self, deltas: Deltas) -> Response:
         choices = [_Whole() for _ in self._generations.generations]
         async for generation, delta in deltas:
+            if self._parsed[generation].finish_reason is not None:
+                continue  # it was ended, and this was under way
             choice = choices[generation.index]
             for part in self._parsed[generation].take(generation, delta):
                 choice.add(part)

@@ -17,7 +17,7 @@ from reprise_engine.server.isolation import request_api_key
 from reprise_engine.server.protocol import GenerationBody
 from reprise_engine.server.protocol_chat import ChatCompletionBody
 from reprise_engine.server.state import Loaded, ServerState
-from reprise_engine.text import Tokenizer
+from reprise_engine.text import Tokenizer, tool_calls
 from reprise_engine.text.bad_words import bad_word_tokens
 
 _T = TypeVar("_T")
@@ -208,11 +208,14 @@ def chat_generations(
     prompt: Sequence[TokenId],
     *,
     structured: StructuredOutput | None,
+    forbid_calls: bool,
     arrival_time: float,
 ) -> Generations:
     """n sequences of one conversation. Raises RequestError as `generations` does."""
     if model.formats.special_marks:
         body = body.model_copy(update={"skip_special_tokens": False})
+    if forbid_calls:
+        body = body.model_copy(update={"bad_words": [*(body.bad_words or ()), tool_calls.BEGIN]})
     return generations(
         model,
         state,

@@ -18,6 +18,8 @@ class ToolUse:
     """Whether the answer ends with the first call."""
     forced: tuple[ToolBody, ...] = ()
     """One of these must be called."""
+    forbidden: bool = False
+    """Whether the model sees tools, and must not call them."""
 
 
 def tool_use(model: Loaded, body: ChatCompletionBody) -> ToolUse:
@@ -25,7 +27,8 @@ def tool_use(model: Loaded, body: ChatCompletionBody) -> ToolUse:
     tools = tuple(body.tools or ())
     choice = body.tool_choice or "auto"
     if not tools or choice == "none":
-        return ToolUse()  # the tools are rendered all the same: the prefix stays that of the turns with tools
+        # The tools are rendered all the same: the prefix stays that of the turns with tools.
+        return ToolUse(forbidden=bool(tools) and model.formats.tool_calls is not None)
     if model.formats.tool_calls is None:
         raise RequestError(
             "This model's chat template does not show a format of tool calls that this server reads (it reads hermes: "

@@ -29,6 +29,7 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
     generations = prepare.chat_generations(
         *(model, state, request, body, chat.token_ids),
         structured=answer_form(model, body, chat.start, use),
+        forbid_calls=use.forbidden,
         arrival_time=arrival_time,
     )
     answer = ChatAnswer(

@@ -42,6 +42,7 @@ async def responses(request: Request, body: ResponsesBody, state: State, model: 
         generations = prepare.chat_generations(
             *(model, state, request, chat_body, chat.token_ids),
             structured=answer_form(model, chat_body, chat.start, use),
+            forbid_calls=use.forbidden,
             arrival_time=arrival_time,
         )
     except RequestError as error:
