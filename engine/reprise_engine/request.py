@@ -19,6 +19,8 @@ TokenId = int
 
 MAX_LOGIT_BIAS = 100
 """OpenAI's: enough to ban a token or to force it."""
+MAX_STRUCTURE_LENGTH = 128 * 1024
+"""Characters of a schema, an expression or a grammar: how deep it can be is what the stack of its compiler allows."""
 
 
 class FinishReason(Enum):
@@ -36,6 +38,7 @@ class StructuredOutput:
     `text` is, by kind: a JSON schema; nothing, for any JSON object; a regular expression; a JSON list of strings, one
     of which is chosen; a grammar in Lark's syntax, with the extensions of llguidance, or in GBNF.
     With `start_after` the text is free until these tokens have been generated in a row (the end of a chain of thought).
+    Raises RequestError for more than MAX_STRUCTURE_LENGTH characters.
     """
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]
@@ -43,6 +46,15 @@ class StructuredOutput:
     start_after: tuple[TokenId, ...] = ()
     param: str | None = field(default=None, compare=False)
     """The field that it came from, for errors."""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_STRUCTURE_LENGTH:
+            raise RequestError(
+                f"{self.param or 'structured'} has a {self.kind} of {len(self.text)} characters; at most "
+                f"{MAX_STRUCTURE_LENGTH} are possible.",
+                param=self.param,
+                code="invalid_structured_output",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

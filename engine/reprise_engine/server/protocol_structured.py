@@ -12,12 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from reprise_engine.request import StructuredOutput
 from reprise_engine.server.refusals import refuse
 
-MAX_STRUCTURE_LENGTH = 256 * 1024
-"""Characters of a schema, an expression or a grammar."""
-
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRUCTURE_LENGTH)]
+Text = Annotated[str, StringConstraints(min_length=1)]
 Schema = dict[str, Any] | Text
 Choices = Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1)]
 
@@ -151,21 +148,15 @@ def _of_schema(
     if isinstance(schema, str):
         try:
             parsed = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise refuse(param, f"The JSON schema in {param} is not valid JSON: {error}.") from None
         if not isinstance(parsed, dict):
             raise refuse(param, f"The JSON schema in {param} must be an object.")
         schema = parsed
     text = json.dumps(change(schema), ensure_ascii=False, separators=(",", ":"))
-    return StructuredOutput(kind="json", text=_bounded(param, text), param=param)
+    return StructuredOutput(kind="json", text=text, param=param)
 
 
 def _of_choices(param: str, choices: list[str]) -> StructuredOutput:
     text = json.dumps(choices, ensure_ascii=False)
-    return StructuredOutput(kind="choice", text=_bounded(param, text), param=param)
-
-
-def _bounded(param: str, text: str) -> str:
-    if len(text) > MAX_STRUCTURE_LENGTH:
-        raise refuse(param, f"{param} has {len(text)} characters; at most {MAX_STRUCTURE_LENGTH} are possible.")
-    return text
+    return StructuredOutput(kind="choice", text=text, param=param)

@@ -22,6 +22,9 @@ from reprise_engine.request import RequestId, StructuredOutput, TokenId
 from reprise_engine.step import ScheduledRequest
 from reprise_engine.structured.grammar import grammar_of, refused
 
+_STACK_BYTES = 512 * 1024**2
+"""Of each thread, reserved and not taken: llguidance descends a level for every rule or reference that leads to the
+next one, 10 KiB or so each, and a stack that overflows ends the process. MAX_STRUCTURE_LENGTH bounds the levels."""
 _COMPILED = 64
 """Grammars kept compiled, those used last."""
 _WORD_BITS = 32
@@ -66,22 +69,32 @@ class Grammars:
         self._compiled: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()
         self._sequences: OrderedDict[RequestId, _Sequence] = OrderedDict()
         self._compiling = threading.Lock()
-        self._compile_thread = ThreadPoolExecutor(1, "grammar-compiler")
-        self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
+        self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def prepare(self, structured: StructuredOutput) -> Future[None]:
         """Compiles it; ends with a RequestError where the grammar cannot be honoured."""
-        return self._compile_thread.submit(self._prepare, structured)
+        return self._thread("grammar-compiler").submit(self._prepare, structured)
 
     def masks(self, requests: Sequence[ScheduledRequest]) -> Future[TokenMasks] | None:
         """Begins to compute the masks of those of the sampled `requests` that have a grammar; None where none has."""
         if not any(request.sampling.structured is not None for request in requests):
             return None
-        return self._mask_thread.submit(self._masks, tuple(requests))
+        return self._thread("grammar-masks").submit(self._masks, tuple(requests))
 
     def close(self) -> None:
-        self._compile_thread.shutdown(cancel_futures=True)
-        self._mask_thread.shutdown(cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
+
+    def _thread(self, name: str) -> ThreadPoolExecutor:
+        """Started by the first who needs it."""
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(1, name)
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                self._threads[name].submit(int).result()  # the executor starts its thread when it is given work
+            finally:
+                threading.stack_size(before)
+        return self._threads[name]
 
     # --- the thread that compiles
 
