@@ -191,10 +191,10 @@ def test_what_models_write_instead(text: str, parts: list[Part]) -> None:
 
 def test_one_call_is_enough_where_one_is_wanted() -> None:
     answer = parser(single=True)
-    assert answer.push(f"<tool_call>{CALL}"[:-1], tokens=9) == begin()
-    assert not answer.complete
-    assert answer.push(f"}}</tool_call><tool_call>{CALL} and more", tokens=9) == [ToolCallEnd(0)]
-    assert answer.complete
+    seen = []
+    for piece in (f"<tool_call>{CALL}"[:-1], f"}}</tool_call><tool_call>{CALL} and more"):
+        seen.append((answer.push(piece, tokens=9), answer.complete))
+    assert seen == [(begin(), False), ([ToolCallEnd(0)], True)]
     assert answer.finish() == []
 
 

@@ -41,8 +41,8 @@ TOOLS = [tool("get_weather"), tool("get_climate")]
 def serving(template: str) -> ServerOptions:
     return ServerOptions(
         engine=EngineConfig(
-            model=ModelConfig(model=str(tiny_model_path("qwen3")), dtype="float32", max_model_len=1024),
-            cache=CacheConfig(num_gpu_blocks_override=128),
+            model=ModelConfig(model=str(tiny_model_path("qwen3")), dtype="float32", max_model_len=2048),
+            cache=CacheConfig(num_gpu_blocks_override=192),
             device="cpu",
         ),
         host="127.0.0.1",
@@ -174,5 +174,7 @@ def test_openais_client_parses_answers_of_both_apis(server: RunningServer) -> No
     assert response.text is not None
     assert response.text.format is not None
     assert response.text.format.type == "json_schema"
-    [call] = called.choices[0].message.tool_calls or ()
+    calls = called.choices[0].message.tool_calls
+    assert calls is not None
+    [call] = calls
     assert isinstance(call.function.parsed_arguments, Weather)

@@ -94,7 +94,9 @@ class ScriptedRunner:
 def build(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
     folder = Path(config.model.model)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    eos = tokenizer.token_to_id(_EOS)
+    eos, breaks = tokenizer.token_to_id(_EOS), tokenizer.token_to_id(BREAKS)
+    assert eos is not None
+    assert breaks is not None
     lines = [
         [*tokenizer.encode(line, add_special_tokens=False).ids, eos]
         for line in json.loads((folder / "script.json").read_text())
@@ -123,4 +125,4 @@ def build(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, Reso
         eos_token_ids=(eos,),
         version=__version__,
     )
-    return EngineCore(scheduler, ScriptedRunner(lines, breaks=tokenizer.token_to_id(BREAKS))), resolved
+    return EngineCore(scheduler, ScriptedRunner(lines, breaks=breaks)), resolved

@@ -103,8 +103,8 @@ class ChatAnswer:
     async def whole(self, deltas: Deltas) -> Response:
         choices = [_Whole() for _ in self._generations.generations]
         async for generation, delta in deltas:
-            if self._parsed[generation].finish_reason is not None:
-                continue  # it was ended, and this was under way
+            if self._parsed[generation].ended():
+                continue
             choice = choices[generation.index]
             for part in self._parsed[generation].take(generation, delta):
                 choice.add(part)
@@ -143,8 +143,8 @@ class ChatAnswer:
             yield self._chunk(generation, {"role": "assistant", "content": ""}, extra=self._prompt_ids())
         async for generation, delta in deltas:
             choice = self._parsed[generation]
-            if choice.finish_reason is not None:
-                continue  # it was ended, and this was under way
+            if choice.ended():
+                continue
             pieces = [piece for part in choice.take(generation, delta) if (piece := _piece(part)) is not None]
             if not pieces and delta.token_ids and (self._body.logprobs or self._body.return_token_ids):
                 pieces = [{"content": ""}]  # tokens whose text is held back, or nothing
@@ -157,7 +157,7 @@ class ChatAnswer:
                     usage=usage,
                     ids=choice_ids(self._body, delta.token_ids if number == 0 else ()),
                 )
-            if choice.finish_reason is not None:
+            if choice.ended():
                 yield self._chunk(generation, {}, end=choice, usage=usage)
         if self._include_usage:
             usage = (await self._parsed.final_usage()).as_json()

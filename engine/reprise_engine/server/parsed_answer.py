@@ -32,9 +32,13 @@ class ParsedChoice:
     def reasoning_tokens(self) -> int:
         return self._parser.reasoning_tokens
 
+    def ended(self) -> bool:
+        """Whether nothing more is to come; deltas that are under way then say nothing."""
+        return self.finish_reason is not None
+
     def take(self, generation: Generation, delta: TextDelta) -> Sequence[Part]:
         """The parts that a delta completes. Where no more is wanted, the sequence is ended."""
-        if self.finish_reason is not None:
+        if self.ended():
             return ()
         parts = self._parser.push(delta.text, tokens=len(delta.token_ids))
         finish_reason = delta.finish_reason

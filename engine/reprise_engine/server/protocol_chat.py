@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from reprise_engine.server.protocol import (
-    MAX_TOP_LOGPROBS,
     Body,
     GenerationBody,
     NonEmpty,
     is_neutral,
     refuse,
 )
+from reprise_engine.server.protocol_logits import MAX_TOP_LOGPROBS
 from reprise_engine.server.protocol_tools import ToolCallBody, ToolChoice, Tools, check_tool_choice
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from reprise_engine.server.protocol import (
-    MAX_TOP_LOGPROBS,
     Body,
     NonEmpty,
     NotSupported,
@@ -20,6 +19,7 @@ from reprise_engine.server.protocol import (
     refuse,
 )
 from reprise_engine.server.protocol_chat import ChatCompletionBody
+from reprise_engine.server.protocol_logits import MAX_TOP_LOGPROBS
 from reprise_engine.server.protocol_structured import ResponseFormat
 from reprise_engine.server.protocol_tools import MAX_TOOLS, FunctionBody, NamedTool, ToolBody, check_tool_choice
 from reprise_engine.server.responses_input import InputItem, chat_messages, checked_item

@@ -94,9 +94,10 @@ def _tool_choice(value: Any) -> str | NamedTool | None:
         return value  # type: ignore[no-any-return]
     if isinstance(value, dict) and value.get("type") == "function":
         function = value.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str) and set(value) == {"type", "function"} and set(function) == {"name"}:
-            return NamedTool(name)
+        if isinstance(function, dict) and set(value) == {"type", "function"} and set(function) == {"name"}:
+            name = function["name"]
+            if isinstance(name, str):
+                return NamedTool(name)
     raise refuse(
         "tool_choice",
         "tool_choice must be 'none', 'auto', 'required', or one function as "

@@ -90,8 +90,11 @@ class ResponsesAnswer:
         }
 
     def _take(self, generation: Generation, delta: TextDelta) -> Iterator[Event]:
-        self._untold += delta.logprobs
-        for part in self._choice.take(generation, delta):
+        reasoned = self._choice.reasoning_tokens
+        parts = self._choice.take(generation, delta)
+        # Only those of the content are told.
+        self._untold = () if self._choice.reasoning_tokens > reasoned else self._untold + delta.logprobs
+        for part in parts:
             logprobs = self._logprobs() if isinstance(part, ContentText) else []
             self._untold = ()
             yield from self._output.add(part, logprobs=logprobs)
