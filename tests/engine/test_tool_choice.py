@@ -1,9 +1,12 @@
-"""`tool_choice` and schemas on a real model (small, random): what it says has the form that was asked for."""
+"""`tool_choice` and schemas on a real model (small, random): what it says has the form that was asked for.
+
+Its tokenizer has the marks of calls and reasoning as tokens, as Qwen's has.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -16,6 +19,7 @@ from reprise_engine.server.options import ServerOptions
 from tests.engine.test_server_errors import error_of
 from tests.support.engine_server import RunningServer, running_server
 from tests.support.qwen_templates import QWEN3, QWEN3_THINKING
+from tests.support.scripted_engine import write_scripted_model
 from tests.support.tiny_models import tiny_model_path
 
 CHAT = "/v1/chat/completions"
@@ -38,23 +42,27 @@ def tool(name: str, **fields: Any) -> Any:
 TOOLS = [tool("get_weather"), tool("get_climate")]
 
 
-def serving(template: str) -> ServerOptions:
+def serving(folder: Path, template: str) -> ServerOptions:
     return ServerOptions(
         engine=EngineConfig(
-            model=ModelConfig(model=str(tiny_model_path("qwen3")), dtype="float32", max_model_len=2048),
+            model=ModelConfig(
+                model=str(tiny_model_path("qwen3")),
+                tokenizer=str(write_scripted_model(folder, (), template=template)),
+                dtype="float32",
+                max_model_len=2048,
+            ),
             cache=CacheConfig(num_gpu_blocks_override=192),
             device="cpu",
         ),
         host="127.0.0.1",
         port=0,
         served_names=("tiny",),
-        chat_template=template,
     )
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(serving(QWEN3)) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(serving(tmp_path_factory.mktemp("tokenizer"), QWEN3)) as running:
         yield running
 
 
@@ -123,20 +131,34 @@ def test_thinking_is_allowed_before_a_forced_call_and_nothing_else(server: Runni
     assert begun <= {"<think>", "<tool_call>"}
 
 
-def test_a_schema_is_kept_behind_the_reasoning_that_the_template_opens() -> None:
-    with running_server(serving(QWEN3_THINKING)) as server:
-        body = {"messages": HI, "max_tokens": 300, "response_format": {"type": "json_object"}, "temperature": 0}
-        # A random model does not stop thinking, so the end is its likeliest token: the grammar begins behind it.
-        choice = server.client.post(CHAT, json=body).json()["choices"][0]
-        assert choice["message"]["content"] is None or json.loads(choice["message"]["content"]) is not None
-        assert choice["message"]["reasoning"]
+@pytest.mark.parametrize("template", [QWEN3, QWEN3_THINKING], ids=["the model opens it", "the template opens it"])
+@pytest.mark.parametrize("required", [False, True], ids=["schema", "call"])
+def test_a_form_is_kept_behind_the_reasoning(tmp_path: Path, template: str, required: bool) -> None:
+    with running_server(serving(tmp_path, template)) as server:
+        marks = server.client.post("/tokenize", json={"prompt": "<think></think>"}).json()["tokens"]
+        # Wherever a mark is possible it comes, so a random model thinks, and comes to an end of it.
+        body: dict[str, Any] = {"messages": HI, "max_tokens": 200, "logit_bias": {str(mark): 100 for mark in marks}}
+        if required:
+            body |= {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        else:
+            schema = Weather.model_json_schema() | {"additionalProperties": False}
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+        answer = server.client.post(CHAT, json=body).json()
+        message = answer["choices"][0]["message"]
+        Weather.model_validate_json(
+            message["tool_calls"][0]["function"]["arguments"] if required else message["content"]
+        )
+        opened = 1 if template == QWEN3_THINKING else 2
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": opened}
+        assert message["reasoning"] is None  # nothing was thought
 
 
 def test_json_or_calls_where_both_are_possible(server: RunningServer) -> None:
     schema = Weather.model_json_schema() | {"additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    strict = [tool("get_weather", strict=True)]
     for seed in range(4):
-        choice = ask(server.client, tools=TOOLS, response_format=form, parallel_tool_calls=False, seed=seed)
+        choice = ask(server.client, tools=strict, response_format=form, parallel_tool_calls=False, seed=seed)
         calls = choice["message"].get("tool_calls")
         texts = [calls[0]["function"]["arguments"]] if calls else [choice["message"]["content"]]
         Weather.model_validate_json(texts[0])
