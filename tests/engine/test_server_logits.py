@@ -57,6 +57,17 @@ def test_offsets_are_those_of_the_text_where_a_character_has_several_tokens(clie
     assert choice["logprobs"]["text_offset"] == [0, 1], "without echo the text begins after the prompt"
 
 
+def test_special_tokens_have_a_text_where_the_prompt_writes_them(client: httpx.Client) -> None:
+    body = {"max_tokens": 1, "echo": True, "logprobs": 1}
+    [written] = complete(client, "<s>hi", **body)["choices"]
+    assert (written["text"], written["logprobs"]["text_offset"]) == ("<s>hij", [0, 3, 4, 5])
+    [given] = complete(client, [256, *b"hi"], **body)["choices"]
+    assert (given["text"], given["logprobs"]["text_offset"]) == ("hij", [0, 0, 1, 2])
+    shown: dict[str, Any] = {"min_tokens": 2, "skip_special_tokens": False, "ignore_eos": True, "max_tokens": 2}
+    [after] = complete(client, [256, *b"yz"], **(body | shown))["choices"]
+    assert (after["text"], after["logprobs"]["text_offset"]) == ("yz</s>\x02", [0, 0, 1, 2, 6])
+
+
 @pytest.mark.parametrize("prompt", ["xyz", "x"])
 def test_a_streamed_echo_begins_with_the_prompt_and_its_logprobs(client: httpx.Client, prompt: str) -> None:
     body = {"prompt": prompt, "max_tokens": 2, "min_tokens": 2, "echo": True, "logprobs": 2, "n": 2}
