@@ -103,7 +103,7 @@ def test_every_way_to_ask_for_a_form(client: httpx.Client) -> None:
     assert re.fullmatch(r'\{ ?"city" ?: ?"[^"]*" ?, ?"year" ?: ?-?\d+ ?\}', spaced)
     assert json.loads(ask(client, guided_json=CITY))["city"] == "Paris"
     for form in ({"structured_outputs": {"choice": ["London", "Paris"]}}, {"guided_choice": ["London", "Paris"]}):
-        assert ask(client, **form) == "Paris"
+        assert ask(client, **form) in ("London", "Paris")
     for form in ({"structured_outputs": {"regex": "In [0-9]{4}"}}, {"guided_regex": "In [0-9]{4}"}):
         assert re.fullmatch("In [0-9]{4}", ask(client, **form))
     for grammar in ('start: "Yes" | "No"', 'root ::= answer "!"\nanswer ::= "Yes" | "No"'):

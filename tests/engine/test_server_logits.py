@@ -4,6 +4,7 @@ to the logits of a model is tested in test_openai_logits.py."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,12 +50,23 @@ def test_an_echo_has_the_logprobs_of_the_prompt_too(client: httpx.Client) -> Non
 
 
 def test_offsets_are_those_of_the_text_where_a_character_has_several_tokens(client: httpx.Client) -> None:
-    [choice] = complete(client, "hé🙂!", max_tokens=1, echo=True, logprobs=1)["choices"]
-    assert choice["text"] == 'hé🙂!"'
+    [choice] = complete(client, "hé🙂?", max_tokens=1, echo=True, logprobs=1)["choices"]
+    assert choice["text"] == "hé🙂?@"
     # One token a byte: those of one character are all where it begins.
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3, 4]
     [choice] = complete(client, "a", max_tokens=2, logprobs=1)["choices"]
     assert choice["logprobs"]["text_offset"] == [0, 1], "without echo the text begins after the prompt"
+
+
+def test_special_tokens_have_a_text_where_the_prompt_writes_them(client: httpx.Client) -> None:
+    body = {"max_tokens": 1, "echo": True, "logprobs": 1}
+    [written] = complete(client, "<s>hi", **body)["choices"]
+    assert (written["text"], written["logprobs"]["text_offset"]) == ("<s>hij", [0, 3, 4, 5])
+    [given] = complete(client, [256, *b"hi"], **body)["choices"]
+    assert (given["text"], given["logprobs"]["text_offset"]) == ("hij", [0, 0, 1, 2])
+    shown: dict[str, Any] = {"min_tokens": 2, "skip_special_tokens": False, "ignore_eos": True, "max_tokens": 2}
+    [after] = complete(client, [256, *b"yz"], **(body | shown))["choices"]
+    assert (after["text"], after["logprobs"]["text_offset"]) == ("yz</s>\x02", [0, 0, 1, 2, 6])
 
 
 @pytest.mark.parametrize("prompt", ["xyz", "x"])
@@ -151,7 +163,7 @@ def test_a_prompt_is_cut_at_its_beginning(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]", "less than or equal to 100"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "has the key 'a'; its keys must be token ids"),
         ({"logit_bias": {"260": 1}}, "logit_bias", "token id 260; the vocabulary has ids below 260"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1 item"),
@@ -159,8 +171,6 @@ def test_a_prompt_is_cut_at_its_beginning(client: httpx.Client) -> None:
         ({"bad_words": ["x", ""]}, "bad_words[1]", "at least 1 character"),
         ({"bad_words": "x"}, "bad_words", "valid list"),
         ({"bad_words": ["\ud800"]}, "bad_words", "not valid Unicode"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"truncate_prompt_tokens": 201}, "truncate_prompt_tokens", "more than the longest sequence of 200"),
         # forms
@@ -182,7 +192,11 @@ def test_a_prompt_is_cut_at_its_beginning(client: httpx.Client) -> None:
         ({"structured_outputs": {}}, "structured_outputs", "has no form"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "2 forms; only one"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "Unknown field"),
-        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "json only"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs",
+            "json_object only",
+        ),
         ({"guided_choice": []}, "guided_choice", "at least 1 item"),
         ({"guided_choice": ["a" * 300_000]}, "guided_choice", "at most 131072"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "cannot be honoured together"),
@@ -193,12 +207,23 @@ def test_a_wrong_field_is_named_before_any_stream(
     client: httpx.Client, body: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
-        error = error_of(client.post(path, json=prompt | body | {"stream": stream}))
+        content = json.dumps(prompt | body | {"stream": stream})  # in ASCII: half a surrogate pair can be spelt
+        error = error_of(client.post(path, content=content, headers={"Content-Type": "application/json"}))
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param
         assert words in error["message"]
 
 
-def test_prompt_logprobs_are_not_streamed(client: httpx.Client) -> None:
-    error = error_of(client.post(COMPLETIONS, json={"prompt": "a", "prompt_logprobs": 1, "stream": True}))
-    assert error["param"] == "prompt_logprobs"
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt_logprobs": 21}, "less than or equal to 20"),
+        ({"prompt_logprobs": -1}, "greater than or equal to 0"),
+        ({"prompt_logprobs": 1, "stream": True}, "cannot be streamed"),
+    ],
+)
+def test_prompt_logprobs_out_of_range_or_streamed(client: httpx.Client, body: dict[str, Any], words: str) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        error = error_of(client.post(path, json=prompt | body))
+        assert error["param"] == "prompt_logprobs"
+        assert words in error["message"]

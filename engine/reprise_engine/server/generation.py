@@ -102,10 +102,11 @@ class Generation:
                 async for output in outputs:
                     self.prompt_logprobs += output.prompt_logprobs
                     delta = self._text.push(output)
+                    self._count(output, len(delta.token_ids))
                     if self._prompt_only:
+                        self.completion_tokens = 0
                         ended = None if delta.finish_reason is None else FinishReason.LENGTH
                         delta = TextDelta(text="", token_ids=(), finish_reason=ended)
-                    self._count(output, len(delta.token_ids))
                     if delta.finish_reason is not None:
                         finish_reason = delta.finish_reason
                     yield delta

@@ -69,29 +69,38 @@ class CompletionLogprobs:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        prompt: Sequence[TokenId],
         *,
         top: int,
-        before: Sequence[TokenId] = (),
         as_token_ids: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`before` are the tokens before the choice's text: the prompt's, where it is no part of it."""
+        """`prompt` is what stands before the generated tokens, whether it is echoed or not."""
+        self._tokenizer = tokenizer
+        self._prompt = prompt
         self._name = token_names(tokenizer, as_token_ids=as_token_ids)
-        self._text = IncrementalDetokenizer(tokenizer, before, skip_special_tokens=skip_special_tokens)
+        self._text = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._top = top
         self._offset = 0
 
-    def push_prompt(self, prompt: Sequence[TokenId], scores: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The entries of an echoed prompt: nothing comes before its first token, so it has no log-probability."""
-        first = self._entries(prompt[:1])
-        rest = self.push(scores)
-        return join_completion_logprobs(
-            [first | {"token_logprobs": [None], "top_logprobs": [None] if self._top else None}, rest]
-        )
+    def push_prompt(self, scores: Sequence[TokenLogprobs], *, text: str) -> dict[str, Any]:
+        """The entries of the prompt, echoed as `text`: nothing comes before its first token, so that has none.
+
+        To be called before `push`. Special tokens have a text where they were written in the prompt.
+        """
+        written = self._tokenizer.decode(self._prompt, skip_special_tokens=False) == text
+        detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=not written)
+        first = {"token_logprobs": [None], "top_logprobs": [None] if self._top else None}
+        parts = [self._tokens(self._prompt[:1], detokenizer) | first, self._entries(scores, detokenizer)]
+        self._offset = len(text)
+        return join_completion_logprobs(parts)
 
     def push(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The entries of one delta."""
-        return self._entries([entry.token_id for entry in entries]) | {
+        return self._entries(entries, self._text)
+
+    def _entries(self, entries: Sequence[TokenLogprobs], text: IncrementalDetokenizer) -> dict[str, Any]:
+        return self._tokens([entry.token_id for entry in entries], text) | {
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [
                 # The chosen token is among them even when it is not among the likeliest.
@@ -105,18 +114,12 @@ class CompletionLogprobs:
             else None,
         }
 
-    def _entries(self, token_ids: Sequence[TokenId]) -> dict[str, Any]:
+    def _tokens(self, token_ids: Sequence[TokenId], text: IncrementalDetokenizer) -> dict[str, Any]:
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
-            self._offset += len(self._text.push(token_id))
-        # Ordered as OpenAI does; what is computed elsewhere takes its place.
-        return {
-            "tokens": [self._name(token_id) for token_id in token_ids],
-            "token_logprobs": [],
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+            self._offset += len(text.push(token_id))
+        return {"tokens": [self._name(token_id) for token_id in token_ids], "text_offset": offsets}
 
 
 def join_completion_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

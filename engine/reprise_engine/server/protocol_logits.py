@@ -46,7 +46,7 @@ class LogitFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check(cls, data: Any) -> Any:
+    def _check_logits(cls, data: Any) -> Any:
         if isinstance(data, dict):
             if data.get("truncate_prompt_tokens") == 0:
                 raise refuse(

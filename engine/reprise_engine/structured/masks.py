@@ -121,8 +121,9 @@ class Grammars:
         matcher = llguidance.LLMatcher(
             self._tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False)
         )
-        # The first mask is the test of what only shows when it is used: a grammar without any text, for one.
-        if matcher.is_error() or not any(matcher.compute_bitmask()):
+        # Some faults only show at the first mask: that no text fits, for one. It is computed for later, too.
+        first = matcher.compute_bitmask()
+        if matcher.is_error() or not any(first):
             raise refused(structured, matcher.get_error())
         return matcher
 

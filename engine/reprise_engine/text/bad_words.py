@@ -1,4 +1,4 @@
-"""Banned words as token ids, as vLLM makes them."""
+"""Banned words as token ids."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from reprise_engine.text.tokenizer import Tokenizer
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[TokenId, ...], ...]:
-    """Of each word, the tokens it has at the start of a text and, where these are as many and begin with another one,
-    those after a space."""
-    found: list[tuple[TokenId, ...]] = []
+    """Of each word, the tokens it has at the start of a text and those after a space.
+
+    As vLLM does, but also where the two have different numbers of tokens, or the same first one: a word that is banned
+    should not come.
+    """
+    found: dict[tuple[TokenId, ...], None] = {}
     for word in words:
         bare = word.lstrip() or word
-        plain = tokenizer.encode(bare, add_special_tokens=False)
-        spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
-        if plain:
-            found.append(plain)
-        if spaced and spaced[:1] != plain[:1] and len(spaced) == len(plain):
-            found.append(spaced)
+        for text in (bare, " " + bare):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if tokens:
+                found[tokens] = None
     return tuple(found)

@@ -79,8 +79,8 @@ class _CompletionAnswer:
         self._logprobs = [
             CompletionLogprobs(
                 model.tokenizer,
+                generation.request.prompt_token_ids,
                 top=body.logprobs or 0,
-                before=() if body.echo else generation.request.prompt_token_ids,
                 as_token_ids=bool(body.return_tokens_as_token_ids),
                 skip_special_tokens=body.skip_special_tokens,
             )
@@ -101,9 +101,7 @@ class _CompletionAnswer:
         if not self._echoes_logprobs:
             return None
         return await asyncio.to_thread(
-            self._logprobs[generation.index].push_prompt,
-            generation.request.prompt_token_ids,
-            scored.prompt_logprobs,
+            self._logprobs[generation.index].push_prompt, scored.prompt_logprobs, text=self._echo(generation)
         )
 
     def _delta_logprobs(self, generation: Generation, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
