@@ -30,6 +30,11 @@ _PLAIN_BYTES_PER_THREAD = 6 * _MIB
 # tokens, probabilities and their sums, masks.
 _SAMPLED_ROWS = 16
 _BYTES_PER_SAMPLED_SCORE = 32
+# Rows scored at once for a prompt's log-probabilities (runner/model_runner.py) and the bytes one of their scores takes:
+# logits, their exponentials, a mask; and for each thread, of one row at a time, pairs of score and token.
+_SCORED_ROWS = 32
+_BYTES_PER_SCORED_SCORE = 13
+_BYTES_PER_PAIR = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ def estimate_cpu_activations(
 ) -> int:
     """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch."""
     hidden = _FLOAT * step.tokens * spec.hidden_size
-    head = hidden + _head(spec, step)
+    head = hidden + max(_head(spec, step), _scoring(spec, step, threads=threads))
     # The definition of OPT runs in plain torch, but for its linear layers and its attention.
     if native and spec.architecture != "OPTForCausalLM":
         scratch = _native_scratch(spec, step)
@@ -95,3 +100,9 @@ def _head(spec: ModelSpec, step: LargestStep) -> int:
     """Logits, a copy with penalties, and the rows being drawn."""
     logits = _FLOAT * step.sampled * spec.vocab_size
     return 2 * logits + min(step.sampled, _SAMPLED_ROWS) * spec.vocab_size * _BYTES_PER_SAMPLED_SCORE
+
+
+def _scoring(spec: ModelSpec, step: LargestStep, *, threads: int) -> int:
+    """The log-probabilities of a prompt, some rows at a time: before the rows of `_head` are there."""
+    rows = min(step.tokens, _SCORED_ROWS)
+    return spec.vocab_size * (rows * _BYTES_PER_SCORED_SCORE + min(threads, rows) * _BYTES_PER_PAIR)

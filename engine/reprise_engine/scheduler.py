@@ -34,7 +34,7 @@ from reprise_engine.request import (
 )
 from reprise_engine.request_limits import check_prompt, checked_max_tokens
 from reprise_engine.request_state import Rank, RequestState, output_of, rank_of, remove
-from reprise_engine.step import Step, StepResult
+from reprise_engine.step import ScheduledRequest, Step, StepResult
 from reprise_engine.step_builder import StepBuilder
 from reprise_engine.tier_loads import TierLoads
 
@@ -113,7 +113,7 @@ class Scheduler:
             prompt_length=len(prompt),
             max_tokens=max_tokens,
             tokens=list(prompt),
-            blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=sampling.skip_reading_prefix_cache),
+            blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=not sampling.reads_prefix_cache),
             pin=request.pin,
             explain_cache=request.explain_cache,
             arrival=request.arrival_time,
@@ -277,10 +277,24 @@ class Scheduler:
             self.kv.commit(state.blocks, state.tokens, state.computed)
             if state.aborted:
                 self._drop(state)
-            elif part.samples:
-                token = result.sampled[part.request_id]
-                outputs.append(self._append(state, token, result.logprobs.get(part.request_id), now))
+            elif (error := result.errors.get(part.request_id)) is not None:
+                self._drop(state)
+                outputs.append(RequestOutput(request_id=part.request_id, error=error))
+            else:
+                outputs += self._take(state, part, result, now)
         return tuple(outputs)
+
+    def _take(self, state: RequestState, part: ScheduledRequest, result: StepResult, now: float) -> list[RequestOutput]:
+        """What a step brought a request: log-probabilities of its prompt, a token, or nothing to tell."""
+        outputs: list[RequestOutput] = []
+        if part.scored:
+            state.prompt_scored += len(part.scored)
+            scores = result.prompt_logprobs[part.request_id]
+            outputs.append(output_of(state, prompt_logprobs=scores, finish_reason=None))
+        if part.samples:
+            token = result.sampled[part.request_id]
+            outputs.append(self._append(state, token, result.logprobs.get(part.request_id), now))
+        return outputs
 
     def discard(self, step: Step) -> None:
         """Forgets `step`, whose run failed, and its requests; what it may have written never enters the index."""
@@ -355,7 +369,9 @@ class Scheduler:
 
     def _append(self, state: RequestState, token: TokenId, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """Adds a sampled token, and ends the request where that was the last."""
-        stops = state.may_stop and (token in state.eos_token_ids or token in state.sampling.stop_token_ids)
+        # A grammar may leave nothing but the end, whatever min_tokens says.
+        may_stop = state.may_stop or state.sampling.structured is not None
+        stops = may_stop and (token in state.eos_token_ids or token in state.sampling.stop_token_ids)
         state.tokens.append(token)
         state.last_token = now
         if state.first_token is None:

@@ -51,8 +51,8 @@ def part(index, new, end, first_block):
     blocks = tuple(BlockId(first_block + i) for i in range(-(-end // 16)))
     return ScheduledRequest(
         request_id=RequestId(str(index)), token_ids=(7,) * new, start=end - new, block_table=blocks, samples=True,
-        sampling=SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5),
-        history=(7, 7), prompt_length=1, output_index=1,
+        sampling=SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, prompt_logprobs=20),
+        history=(7, 7), prompt_length=1, output_index=1, scored=(7,) * (new - 1),
     )
 
 results = []

@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 
 from reprise_engine.server import errors
 from reprise_engine.server.auth import ApiKeys
-from reprise_engine.server.routes import admin, chat, completions, models, operations, tokens
+from reprise_engine.server.routes import admin, chat, completions, models, operations, responses, tokens
 from reprise_engine.server.state import ServerState
 
 
@@ -23,6 +23,6 @@ def create_app(state: ServerState, *, api_keys: Sequence[str] = ()) -> FastAPI:
     app.state.server = state
     app.state.has_api_keys = bool(api_keys)
     errors.install(app)
-    for routes in (models, chat, completions, tokens, operations, admin):
+    for routes in (models, chat, completions, responses, tokens, operations, admin):
         app.include_router(routes.router)
     return app

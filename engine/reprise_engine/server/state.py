@@ -15,6 +15,7 @@ from reprise_engine.server.errors import SERVER_ERROR, ApiError
 from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import Tokenizer
+from reprise_engine.text.chat_formats import ChatFormats
 from reprise_engine.version import __version__
 
 _RETRY_AFTER_SECONDS = 5
@@ -28,6 +29,8 @@ class Loaded:
     resolved: ResolvedConfig
     tokenizer: Tokenizer
     defaults: SamplingDefaults
+    formats: ChatFormats = field(default_factory=ChatFormats)
+    auto_tool_choice: bool = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,8 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from reprise_engine.server.prepare import chat_prompt, check_token_ids, text_prompt
-from reprise_engine.server.protocol import DetokenizeBody, TokenizeBody, TokenizeTextBody
+from reprise_engine.server.chat_prompt import chat_prompt
+from reprise_engine.server.prepare import check_token_ids, text_prompt
+from reprise_engine.server.protocol_tokens import DetokenizeBody, TokenizeBody, TokenizeTextBody
 from reprise_engine.server.state import Model, State
 
 router = APIRouter()
