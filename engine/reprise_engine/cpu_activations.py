@@ -33,10 +33,11 @@ _PLAIN_FRAGMENTATION = 1.75
 _SAMPLED_ROWS = 16
 _BYTES_PER_SAMPLED_SCORE = 48
 # Rows scored at once for a prompt's log-probabilities (runner/model_runner.py) and the bytes one of their scores takes:
-# logits, their exponentials and what these are made of, a mask; and for each thread, of one row at a time, pairs of
-# score and token. What is told of a token, with 20 alternatives, takes this much as Python's objects.
+# logits, their exponentials and what these are made of, a mask (13), and as much again for what the C library's
+# allocator keeps between pieces (measured); and for each thread, of one row at a time, pairs of score and token.
+# What is told of a token, with 20 alternatives, takes this much as Python's objects.
 _SCORED_ROWS = 32
-_BYTES_PER_SCORED_SCORE = 13
+_BYTES_PER_SCORED_SCORE = 26
 _BYTES_PER_PAIR = 16
 _BYTES_PER_SCORED_TOKEN = 2700
 
