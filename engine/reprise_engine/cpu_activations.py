@@ -31,10 +31,13 @@ _PLAIN_BYTES_PER_THREAD = 6 * _MIB
 _SAMPLED_ROWS = 16
 _BYTES_PER_SAMPLED_SCORE = 32
 # Rows scored at once for a prompt's log-probabilities (runner/model_runner.py) and the bytes one of their scores takes:
-# logits, their exponentials, a mask; and for each thread, of one row at a time, pairs of score and token.
+# logits, their exponentials and what these are made of, a mask; and for each thread, of one row at a time, pairs of
+# score and token.
+# What is told of a token, with 20 alternatives, takes this much as Python's objects.
 _SCORED_ROWS = 32
 _BYTES_PER_SCORED_SCORE = 13
 _BYTES_PER_PAIR = 16
+_BYTES_PER_SCORED_TOKEN = 2700
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +60,20 @@ def estimate_cpu_activations(
     """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch."""
     hidden = _FLOAT * step.tokens * spec.hidden_size
     head = hidden + max(_head(spec, step), _scoring(spec, step, threads=threads))
+    told = step.tokens * _BYTES_PER_SCORED_TOKEN
     # The definition of OPT runs in plain torch, but for its linear layers and its attention.
     if native and spec.architecture != "OPTForCausalLM":
         scratch = _native_scratch(spec, step)
         # The embedding's output, the residual stream, and what the final norm makes of it.
         layers = 3 * hidden + 2 * _FLOAT * step.tokens * spec.head_dim + _native_mlp(spec, step)
-        return scratch + max(layers, head) + threads * _KERNEL_BYTES_PER_THREAD
+        return scratch + max(layers, head) + told + threads * _KERNEL_BYTES_PER_THREAD
     gathered = 0 if native else _gathered(spec, step, kv_element_bytes)
     heads = spec.num_heads + 2 * spec.num_kv_heads
     attention = 3 * _FLOAT * step.tokens * heads * spec.head_dim + gathered
     # Gate, up and what they make; an expert's gate and up are the halves of one tensor, of which copies are made.
     inner = max(3 * spec.intermediate_size, 4 * spec.expert_size * spec.experts_per_token)
     mlp = _FLOAT * step.tokens * inner
-    return max(4 * hidden + max(attention, mlp), head) + threads * _PLAIN_BYTES_PER_THREAD
+    return max(4 * hidden + max(attention, mlp), head) + threads * _PLAIN_BYTES_PER_THREAD + told
 
 
 def _native_scratch(spec: ModelSpec, step: LargestStep) -> int:

@@ -149,7 +149,10 @@ class ModelRunner:
             scores: list[TokenLogprobs] = []
             for start in range(0, len(request.scored), SCORED_ROWS):
                 tokens = request.scored[start : start + SCORED_ROWS]
-                logits_RV = self._logits(hidden_TD[row + start : row + start + len(tokens)])
-                scores += token_logprobs(logits_RV, tokens, num_top=request.sampling.prompt_logprobs or 0)
+                scores += token_logprobs(
+                    self._logits(hidden_TD[row + start : row + start + len(tokens)]),  # held by nobody afterwards
+                    tokens,
+                    num_top=request.sampling.prompt_logprobs or 0,
+                )
             found[request.request_id] = tuple(scores)
         return found

@@ -64,10 +64,7 @@ def sampling_params(
     allowed_token_ids = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
     check_token_ids(model, allowed_token_ids or (), param="allowed_token_ids")
     check_token_ids(model, tuple(body.logit_bias or ()), param="logit_bias")
-    try:
-        bad_words_token_ids = bad_word_tokens(model.tokenizer, body.bad_words or ())
-    except (UnicodeError, TypeError) as error:  # half of a surrogate pair
-        raise RequestError("bad_words holds text that is not valid Unicode.", param="bad_words") from error
+    bad_words_token_ids = bad_word_tokens(model.tokenizer, body.bad_words or ())
     check_token_ids(model, [token for word in bad_words_token_ids for token in word], param="bad_words")
     return SamplingParams(
         max_tokens=max_tokens,
