@@ -56,27 +56,6 @@ class CacheAccounting:
         )
         self.recent.append((state.request_id, state.explanation))
 
-    def report(self, tiers: tuple[TierStats, ...]) -> PrefixCacheReport:
-        """What is in the cache, and what the last requests found in it. O(blocks)."""
-        kv = self._kv
-        return PrefixCacheReport(
-            block_size=kv.block_size,
-            num_blocks=kv.num_blocks,
-            active_blocks=kv.pool.num_active,
-            cached_blocks=len(kv.index),
-            unfinished_blocks=kv.index.num_tails,
-            pinned_blocks=kv.pins.num_blocks,
-            pin_budget_blocks=kv.pins.budget,
-            pins=kv.pins.report(),
-            salts=kv.index.num_roots,
-            evicted_blocks=kv.num_evicted_blocks,
-            query_tokens=self.queries,
-            hit_tokens=self.hits,
-            misses=tuple(zip(MissReason, self.misses, strict=True)),
-            recent=tuple(self.recent),
-            tiers=tiers,
-        )
-
     def complete(self, tiers: Iterable[TierStats]) -> tuple[TierStats, ...]:
         """The tiers' own figures, and what these books know of them."""
         return tuple(
