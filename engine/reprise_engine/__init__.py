@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reprise_engine.request import SamplingParams
+from reprise_engine.request import SamplingParams, StructuredOutput
 from reprise_engine.version import __version__
 
 if TYPE_CHECKING:
     from reprise_engine.entrypoints.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutput", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

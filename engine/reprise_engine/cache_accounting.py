@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from reprise_engine.cache_report import CacheExplanation, MissReason, Tier, TierStats
+from reprise_engine.cache_report import CacheExplanation, MissReason, PrefixCacheReport, Tier, TierStats
 from reprise_engine.kv.manager import KVCacheManager
 from reprise_engine.kv.sequence import Match
 from reprise_engine.request import RequestId
@@ -60,6 +60,27 @@ class CacheAccounting:
         """The tiers' own figures, and what these books know of them."""
         return tuple(
             replace(one, query_tokens=self.tier_queries[one.tier], hit_tokens=self.tier_hits[one.tier]) for one in tiers
+        )
+
+    def report(self, tiers: tuple[TierStats, ...]) -> PrefixCacheReport:
+        """What is in the cache, and what the last requests found in it; `tiers` are complete figures. O(blocks)."""
+        kv = self._kv
+        return PrefixCacheReport(
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
+            active_blocks=kv.pool.num_active,
+            cached_blocks=len(kv.index),
+            unfinished_blocks=kv.index.num_tails,
+            pinned_blocks=kv.pins.num_blocks,
+            pin_budget_blocks=kv.pins.budget,
+            pins=kv.pins.report(),
+            salts=kv.index.num_roots,
+            evicted_blocks=kv.num_evicted_blocks,
+            query_tokens=self.queries,
+            hit_tokens=self.hits,
+            misses=tuple(zip(MissReason, self.misses, strict=True)),
+            recent=tuple(self.recent),
+            tiers=tiers,
         )
 
     def _count_tiers(self, prompt_length: int, cached: int, from_tiers: Mapping[Tier, int]) -> None:

@@ -38,6 +38,13 @@ class ModelConfig:
         _check_choice("--dtype", self.dtype, get_args(DType))
 
 
+def cache_folder(given: str | Path | None) -> Path | None:
+    """`prefix_cache_dir` as a path. Raises ConfigError for an empty text: Path takes it for the working directory."""
+    if given == "":
+        raise ConfigError("prefix_cache_dir is empty; give a folder, or None for no disk tier.")
+    return None if given is None else Path(given)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache and its prefix index."""

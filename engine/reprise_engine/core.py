@@ -9,12 +9,15 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Literal
 
+import llguidance
 import psutil
 import torch
 
 from reprise_engine import __version__
+from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
 from reprise_engine.config import (
     DEFAULT_BLOCK_SIZE,
@@ -25,7 +28,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.device import limit_cpu_threads, resolve_device
-from reprise_engine.errors import ConfigError
+from reprise_engine.errors import ConfigError, ModelError, RequestError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv_events.config import KVEventsConfig
@@ -42,9 +45,15 @@ from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory, profile_npu
 from reprise_engine.scheduler import Scheduler
+from reprise_engine.structured.masks import Grammars
+from reprise_engine.structured.vocabulary import grammar_tokenizer
+from reprise_engine.text import load_tokenizer
 from reprise_engine.tier_setup import build_tiers, check_folder, num_host_slots
 
 logger = logging.getLogger(__name__)
+
+# Of the tokenizer for structured output, which the first request that wants some brings in (measured at 850).
+_GRAMMAR_BYTES_PER_TOKEN = 1024
 
 
 def build_core(
@@ -96,6 +105,8 @@ def _build(
     npu_memory = NPUMemory.probe(device) if device_type == "npu" else None
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
+        if not return_freed_memory():
+            logger.info("the C library's allocator keeps its own thresholds: a step may take more memory than computed")
 
     check_folder(config.cache)
     # Only a machine's memory is shared out among engines; a cgroup's limit, or an NPU, is this engine's own.
@@ -148,12 +159,18 @@ def _build(
     tiers = build_tiers(
         config.cache, model, kv, block_size=block_size, bytes_per_block=shape.bytes_per_block, kernels=kernels
     )
+    grammars = Grammars(
+        partial(_grammar_tokenizer, config, model),
+        vocab_size=model.spec.vocab_size,
+        max_sequences=config.scheduler.max_num_seqs,
+    )
     runner = ModelRunner(
         model,
         create_attention_backend(device, kernels),
         kv,
         seed=config.model.seed,
         transfer=None if tiers is None else tiers.transfer,
+        grammars=grammars,
     )
     pin_budget = pin_budget_blocks(
         config.cache.prefix_cache_pin_budget,
@@ -188,10 +205,19 @@ def _build(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    core = EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events)
+    core = EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events, grammars=grammars)
     if promises is not None:
         weakref.finalize(core, promises.close)
     return core, resolved
+
+
+def _grammar_tokenizer(config: EngineConfig, model: LoadedModel) -> llguidance.LLTokenizer:
+    """Raises RequestError where this model's tokenizer cannot be had, or is not one that grammars go with."""
+    try:
+        tokenizer = load_tokenizer(config.model.model, tokenizer=config.model.tokenizer, revision=config.model.revision)
+    except ModelError as error:
+        raise RequestError(f"Structured output needs the model's tokenizer: {error}") from error
+    return grammar_tokenizer(tokenizer, vocab_size=model.spec.vocab_size, eos_token_ids=model.eos_token_ids)
 
 
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
@@ -240,7 +266,7 @@ def _gather_facts(
         limit=limit,
         free=machine.available,
         weights=weights,
-        process=engine_process_bytes(weights=weights),
+        process=engine_process_bytes(weights=weights) + model.spec.vocab_size * _GRAMMAR_BYTES_PER_TOKEN,
         activations=estimate_cpu_activations(
             model.spec,
             LargestStep.of(config.scheduler, max_model_len=max_model_len),

@@ -2,6 +2,7 @@
 
     phases, one at a time: the embedding, the layers, the final norm, the head (logits, then the sampler's rows)
 
+What lives at once is all there is to count, since the allocator gives back what is freed (`allocator.py`).
 `tests/engine/test_cpu_activations.py` runs the largest steps and compares, on the kernels and on plain torch.
 Letters as in `attention/base.py`, and: D hidden size, I inner size of the MLP, V vocabulary.
 """
@@ -23,15 +24,20 @@ _GATHERED_KEYS = 16384
 _TILE_ROWS = 256
 # Bytes of a tile's mask for each key: booleans twice, floats.
 _MASK_BYTES = _TILE_ROWS * 6
-# Widened weights (models/upcast.py) and torch's own buffers for each thread.
-_PLAIN_BYTES_PER_THREAD = 2 * _MIB
-# Plain torch allocates and frees dozens of large tensors of different sizes a layer: what the C library's allocator
-# holds beyond those that live at once (measured, at 1.0 to 1.7).
-_PLAIN_FRAGMENTATION = 1.75
-# Rows sampled at once (sampler.py) and the bytes one of their scores takes: scores, their copies, the sorted ones with
-# their tokens, masks, cumulative sums in float64.
+# Widened weights (models/upcast.py), torch's own buffers, and those that MKL keeps for packed matrices, each thread.
+_PLAIN_BYTES_PER_THREAD = 6 * _MIB
+# Rows sampled at once (sampler.py) and the bytes one of their scores takes: the score, the sorted ones with their
+# tokens, probabilities and their sums, masks.
 _SAMPLED_ROWS = 16
-_BYTES_PER_SAMPLED_SCORE = 48
+_BYTES_PER_SAMPLED_SCORE = 32
+# Rows scored at once for a prompt's log-probabilities (runner/model_runner.py) and the bytes one of their scores takes:
+# logits, their exponentials and what these are made of, a mask; and for each thread, of one row at a time, pairs of
+# score and token.
+# What is told of a token, with 20 alternatives, takes this much as Python's objects.
+_SCORED_ROWS = 32
+_BYTES_PER_SCORED_SCORE = 13
+_BYTES_PER_PAIR = 16
+_BYTES_PER_SCORED_TOKEN = 2700
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +59,21 @@ def estimate_cpu_activations(
 ) -> int:
     """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch."""
     hidden = _FLOAT * step.tokens * spec.hidden_size
-    head = hidden + _head(spec, step)
+    head = hidden + max(_head(spec, step), _scoring(spec, step, threads=threads))
+    told = step.tokens * _BYTES_PER_SCORED_TOKEN
     # The definition of OPT runs in plain torch, but for its linear layers and its attention.
     if native and spec.architecture != "OPTForCausalLM":
         scratch = _native_scratch(spec, step)
         # The embedding's output, the residual stream, and what the final norm makes of it.
         layers = 3 * hidden + 2 * _FLOAT * step.tokens * spec.head_dim + _native_mlp(spec, step)
-        return scratch + max(layers, head) + threads * _KERNEL_BYTES_PER_THREAD
+        return scratch + max(layers, head) + told + threads * _KERNEL_BYTES_PER_THREAD
     gathered = 0 if native else _gathered(spec, step, kv_element_bytes)
     heads = spec.num_heads + 2 * spec.num_kv_heads
     attention = 3 * _FLOAT * step.tokens * heads * spec.head_dim + gathered
-    inner = max(spec.intermediate_size, spec.expert_size * spec.experts_per_token)
-    mlp = 4 * _FLOAT * step.tokens * inner
-    peak = max(4 * hidden + max(attention, mlp), head) + threads * _PLAIN_BYTES_PER_THREAD
-    return int(peak * _PLAIN_FRAGMENTATION)
+    # Gate, up and what they make; an expert's gate and up are the halves of one tensor, of which copies are made.
+    inner = max(3 * spec.intermediate_size, 4 * spec.expert_size * spec.experts_per_token)
+    mlp = _FLOAT * step.tokens * inner
+    return max(4 * hidden + max(attention, mlp), head) + threads * _PLAIN_BYTES_PER_THREAD + told
 
 
 def _native_scratch(spec: ModelSpec, step: LargestStep) -> int:
@@ -86,13 +93,20 @@ def _native_mlp(spec: ModelSpec, step: LargestStep) -> int:
 def _gathered(spec: ModelSpec, step: LargestStep, kv_element_bytes: int) -> int:
     """Keys and values of one layer copied for plain torch, and the mask over them."""
     keys = max(step.max_model_len, min(_GATHERED_KEYS, step.sampled * step.max_model_len))
-    # Both in float32, and the values in the pool's own dtype before they are widened.
-    per_key = 2 * _FLOAT + (kv_element_bytes if kv_element_bytes != _FLOAT else 0)
+    elements = keys * spec.num_kv_heads * spec.head_dim
+    # Both in float32; before there is a mask, the values also in the pool's own dtype.
+    narrow = elements * kv_element_bytes if kv_element_bytes != _FLOAT else 0
     mask = _MASK_BYTES * step.max_model_len if step.tokens > 1 else 0
-    return keys * spec.num_kv_heads * spec.head_dim * per_key + mask
+    return 2 * _FLOAT * elements + max(narrow, mask)
 
 
 def _head(spec: ModelSpec, step: LargestStep) -> int:
     """Logits, a copy with penalties, and the rows being drawn."""
     logits = _FLOAT * step.sampled * spec.vocab_size
     return 2 * logits + min(step.sampled, _SAMPLED_ROWS) * spec.vocab_size * _BYTES_PER_SAMPLED_SCORE
+
+
+def _scoring(spec: ModelSpec, step: LargestStep, *, threads: int) -> int:
+    """The log-probabilities of a prompt, some rows at a time: before the rows of `_head` are there."""
+    rows = min(step.tokens, _SCORED_ROWS)
+    return spec.vocab_size * (rows * _BYTES_PER_SCORED_SCORE + min(threads, rows) * _BYTES_PER_PAIR)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.errors import RequestError
+from reprise_engine.grammar_queue import GrammarCompiler, GrammarQueue
 from reprise_engine.kv.events import KVEvent
 from reprise_engine.messages import SchedulerStats
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
@@ -16,11 +17,14 @@ from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import Step, StepResult
 
 _DISK_PATIENCE = 0.01
-"""Seconds that a step may wait for the disk where nothing else is to be done; then whoever drives it looks around."""
+"""Seconds that a step may wait for the disk, or for a grammar, where nothing else is to be done; then whoever drives it
+looks around."""
 _CLOSE_PATIENCE = 2.0
 """Seconds for the record that is being written."""
 FLUSH_SECONDS = 5.0
 """At the end, for what is to go to the disk. The API process waits twice as long."""
+_LOCK_PATIENCE = 1.0
+"""Seconds of them for another process that has locked the folder."""
 
 
 class Runner(Protocol):
@@ -61,36 +65,49 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         *,
         kv_events: KVEventSink | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._kv_events = kv_events
+        self._grammars = GrammarQueue(grammars)
 
     def submit(self, requests: Iterable[EngineRequest]) -> tuple[RequestOutput, ...]:
-        """Queues requests. A request that can never be served comes back as an output with `error` set."""
+        """Queues requests. A request that can never be served comes back as an output with `error` set; where that is
+        because of its grammar, from a later step."""
         refused = []
         for request in requests:
+            structured = request.sampling.structured
             try:
-                self._scheduler.add(request)
+                if structured is None:
+                    self._scheduler.add(request)
+                else:
+                    self._grammars.add(request, structured)
             except RequestError as error:
                 refused.append(RequestOutput(request_id=request.request_id, error=error))
         return tuple(refused)
 
     def abort(self, request_ids: Iterable[RequestId]) -> tuple[RequestOutput, ...]:
         """Ends requests at once; unknown and finished ones are ignored."""
-        return self._scheduler.abort(request_ids)
+        request_ids = tuple(request_ids)
+        return (*self._grammars.abort(request_ids), *self._scheduler.abort(request_ids))
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or len(self._grammars) > 0
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """One forward pass; nothing where there is no work. Waits a moment where there is some, but the disk has it."""
+        """One forward pass; nothing where there is no work. Waits a moment where there is some, but the disk has it, or
+        a grammar is being compiled."""
+        refused = self._let_in()
         step = self._scheduler.schedule(self._clock())
         if step is None:
             self._publish()  # a request that waits for the disk may have pushed others out
-            self._scheduler.wait(_DISK_PATIENCE)
-            return ()
+            if len(self._grammars) and not self._scheduler.has_work():
+                self._grammars.wait(_DISK_PATIENCE)
+            else:
+                self._scheduler.wait(_DISK_PATIENCE)
+            return refused
         try:
             result = self._runner.run(step)
         except BaseException:  # Ctrl-C in a notebook too
@@ -98,32 +115,52 @@ class EngineCore:
             raise
         outputs = self._scheduler.commit(step, result, self._clock())
         self._publish()
-        return outputs
+        return (*refused, *outputs)
+
+    def _let_in(self) -> tuple[RequestOutput, ...]:
+        """Queues the requests whose grammar is ready. Returns the refusals of others."""
+        if not len(self._grammars):
+            return ()
+        ready, refused = self._grammars.take()
+        for request in ready:
+            try:
+                self._scheduler.add(request)
+            except RequestError as error:
+                refused.append(RequestOutput(request_id=request.request_id, error=error))
+        return tuple(refused)
 
     def has_background_work(self) -> bool:
         """Whether step() has something to do besides requests: blocks are on their way to the disk."""
         return self._scheduler.has_background_work()
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Ends every request and carries down what is to go to the disk. False where the time did not suffice."""
+        """Ends every request and carries down what is to go to the disk. False where the time did not suffice.
+
+        To be followed by close(): from now on a folder that another process has locked is waited for only a moment.
+        """
+        self._grammars.abort_all()
         self._scheduler.abort_all()
+        self._scheduler.hurry(_LOCK_PATIENCE)
         deadline = self._clock() + seconds
         while self._scheduler.has_background_work() and self._clock() < deadline:
             self.step()
         return not self._scheduler.has_background_work()
 
-    def reset_tiers(self) -> tuple[int, int]:
-        """Returns the freed blocks of host memory and disk; see `Scheduler.reset_tiers`."""
+    def reset_tiers(self) -> tuple[int, int | None]:
+        """Returns the freed blocks of host memory, and of the disk (None: it is still at it); see `Scheduler`."""
         return self._scheduler.reset_tiers()
 
     def stats(self) -> SchedulerStats:
         stats, sink = self._scheduler.stats(), self._kv_events
+        if len(self._grammars):
+            stats = replace(stats, num_waiting=stats.num_waiting + len(self._grammars))
         if sink is None:
             return stats
         return replace(stats, num_kv_events_published=sink.published, num_kv_events_dropped=sink.dropped)
 
     def close(self) -> None:
         """Publishes the last events, ends all threads. To be called once, at the end; see flush()."""
+        self._grammars.close()
         self._scheduler.close(_CLOSE_PATIENCE)
         if self._kv_events is not None:
             self._kv_events.close()

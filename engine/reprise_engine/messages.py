@@ -123,7 +123,8 @@ class PrefixCacheReset:
     success: bool
     freed_blocks: int
     freed_host_blocks: int = 0
-    freed_disk_blocks: int = 0
+    freed_disk_blocks: int | None = 0
+    """None where deleting them still goes on."""
 
     def as_json(self) -> dict[str, object]:
         return {

@@ -6,15 +6,21 @@ Frozen, picklable, free of torch. The scheduler's own mutable state of a request
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import Literal, NewType
 
 from reprise_engine.cache_report import CacheExplanation, PinnedPrefix
 from reprise_engine.errors import RequestError
 
 RequestId = NewType("RequestId", str)
 TokenId = int
+
+MAX_LOGIT_BIAS = 100
+"""OpenAI's: enough to ban a token or to force it."""
+MAX_STRUCTURE_LENGTH = 128 * 1024
+"""Characters of a schema, an expression or a grammar: how deep it can be is what the stack of its compiler allows."""
 
 
 class FinishReason(Enum):
@@ -26,13 +32,43 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form that generated text must have. It decides which tokens are possible, and so ends the text as well.
+
+    `text` is, by kind: a JSON schema; nothing, for any JSON object; a regular expression; a JSON list of strings, one
+    of which is chosen; a grammar in Lark's syntax, with the extensions of llguidance, or in GBNF.
+    With `start_after` the text is free until these tokens have been generated in a row (the end of a chain of thought).
+    Raises RequestError for more than MAX_STRUCTURE_LENGTH characters.
+    """
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    text: str = ""
+    start_after: tuple[TokenId, ...] = ()
+    param: str | None = field(default=None, compare=False)
+    """The field that it came from, for errors."""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_STRUCTURE_LENGTH:
+            raise RequestError(
+                f"{self.param or 'structured'} has a {self.kind} of {len(self.text)} characters; at most "
+                f"{MAX_STRUCTURE_LENGTH} are possible.",
+                param=self.param,
+                code="invalid_structured_output",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the next token. Stop *strings* are the text layer's; here are only token ids.
 
     temperature 0 is greedy. top_k 0 and top_p 1 switch their filter off. `logprobs` is the number of alternatives
     reported per generated token (0: only the chosen one), None reports nothing.
+    `prompt_logprobs` is the same for the prompt's tokens, and computes all of it: the cache has keys and values, but no
+    logits.
     A seed makes a request reproducible whatever else runs in the batch: the draw depends on (seed, position) only.
-    `stop` may be given as one string, and both kinds of stops as lists. Raises RequestError for a value out of range;
+    `logit_bias` is added to the logits of its tokens, -100 to 100. `bad_words` are never generated; the engine knows
+    them as `bad_words_token_ids`, which the text layer makes of them. `allowed_token_ids`: no others are generated.
+    `stop` may be given as one string, and all sequences as lists. Raises RequestError for a value out of range;
     max_tokens and token ids are checked where the model is known.
     """
 
@@ -52,15 +88,29 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[TokenId, float] | None = None
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()
+    structured: StructuredOutput | None = None
     skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         # A string is a sequence too: taken for one, it would stop at each of its characters.
         stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._settle(
+            stop=(stop,) if isinstance(stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            bad_words=tuple(self.bad_words),
+            bad_words_token_ids=tuple(map(tuple, self.bad_words_token_ids)),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            logit_bias=dict(self.logit_bias) if self.logit_bias else None,
+        )
         if "" in self.stop:
             raise RequestError("stop holds an empty string; leave it out.", param="stop")
+        if "" in self.bad_words or () in self.bad_words_token_ids:
+            raise RequestError("bad_words holds an empty string; leave it out.", param="bad_words")
         for name, fine, limits in (
             ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
             ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
@@ -71,6 +121,8 @@ class SamplingParams:
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for none"),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "at least 0, or None for none"),
+            ("allowed_token_ids", self.allowed_token_ids != (), "at least one token, or None for all"),
         ):
             if not fine:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must be {limits}.", param=name)
@@ -78,10 +130,31 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}).", param="min_tokens"
             )
+        for token, bias in (self.logit_bias or {}).items():
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise RequestError(
+                    f"logit_bias of token {token} is {bias}; it must be from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}.",
+                    param="logit_bias",
+                )
+        if self.structured is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos cannot be honoured together with structured output, which ends where its grammar does; "
+                "leave one of them out.",
+                param="ignore_eos",
+            )
+
+    def _settle(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """What is not computed has no logits."""
+        return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
 
     @property
     def needs_history(self) -> bool:
@@ -142,6 +215,8 @@ class RequestOutput:
     request_id: RequestId
     new_token_ids: tuple[TokenId, ...] = ()
     new_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the sampling's `prompt_logprobs`: of the prompt's tokens but the first, in order, as they are computed."""
     finish_reason: FinishReason | None = None
     stop_token_id: TokenId | None = None
     prompt_tokens: int = 0

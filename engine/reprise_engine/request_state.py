@@ -40,6 +40,8 @@ class RequestState:
     load: TierLoad | None = None
     """While blocks of it come up from the tiers: until then it is not computed."""
     computed: int = 0
+    prompt_scored: int = 0
+    """Prompt tokens whose successor has its log-probability, which has been given out."""
     explanation: CacheExplanation | None = None
     """What the cache had of the prompt at the first admission; None before it."""
     explain_cache: bool = False
@@ -89,6 +91,7 @@ def output_of(
     *,
     new_token_ids: tuple[TokenId, ...] = (),
     new_logprobs: tuple[TokenLogprobs, ...] = (),
+    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     finish_reason: FinishReason | None,
     stop_token_id: TokenId | None = None,
     pinned: PinnedPrefix | None = None,
@@ -98,6 +101,7 @@ def output_of(
         request_id=state.request_id,
         new_token_ids=new_token_ids,
         new_logprobs=new_logprobs,
+        prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
         stop_token_id=stop_token_id,
         prompt_tokens=state.prompt_length,

@@ -1,7 +1,8 @@
 """Choosing the next token of every sampling request of a step. Stateless: the draw depends on (seed, position) only.
 
-Order, as in vLLM: forbidden tokens and penalties on the logits, then temperature, min-p, top-k, top-p, then the draw.
-R rows (requests), V the vocabulary.
+Order, as in vLLM: a grammar's mask on the logits themselves, so that log-probabilities are of what it allows; then
+allowed tokens, forbidden tokens, biases and penalties; then temperature, min-p, top-k, top-p; then the draw.
+R rows (requests), V the vocabulary, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from reprise_engine.request import TokenId, TokenLogprobs
 from reprise_engine.step import ScheduledRequest
+from reprise_engine.token_logprobs import token_logprobs
 
 # Below this a temperature is greedy: dividing by it would overflow float32.
 _MIN_TEMPERATURE = 1e-5
@@ -44,7 +48,7 @@ def sample(logits_RV: torch.Tensor, rows: Sequence[ScheduledRequest], *, engine_
         for row, token in zip(chunk, drawn, strict=True):
             tokens[row] = token
     return [
-        Choice(token, _logprobs(logits_RV[row], token, request.sampling.logprobs))
+        Choice(token, _logprobs(logits_RV[row : row + 1], token, request.sampling.logprobs))
         for row, (token, request) in enumerate(zip(tokens, rows, strict=True))
     ]
 
@@ -55,17 +59,65 @@ def uniform(seed: str, position: int) -> float:
     return (int.from_bytes(digest) >> 11) * 2.0**-53
 
 
+def mask_logits(logits_RV: torch.Tensor, rows: Sequence[int], words_MW: npt.NDArray[np.uint32]) -> None:
+    """In place: row `rows[m]` keeps the tokens whose bit is set in `words_MW[m]`, the lowest bit first."""
+    for row, words_W in zip(rows, words_MW, strict=True):
+        bits_V = np.unpackbits(words_W.view(np.uint8), bitorder="little", count=logits_RV.shape[1])
+        logits_RV[row].masked_fill_(torch.from_numpy(bits_V == 0).to(logits_RV.device), -math.inf)
+
+
 def _adjust(logits_RV: torch.Tensor, rows: Sequence[ScheduledRequest]) -> torch.Tensor:
-    """Applies forbidden tokens and penalties; the logits themselves are returned where there are none."""
-    if not any(request.forbidden_token_ids or request.sampling.needs_history for request in rows):
+    """Applies what changes single tokens; the logits themselves are returned where nothing does."""
+    if not any(
+        request.forbidden_token_ids
+        or request.sampling.needs_history
+        or request.sampling.logit_bias
+        or request.sampling.allowed_token_ids
+        for request in rows
+    ):
         return logits_RV
     scores_RV = logits_RV.clone()
     for row, request in enumerate(rows):
+        allowed = request.sampling.allowed_token_ids
+        if allowed is not None:
+            _keep_some(scores_RV[row], list(allowed))
+    _forbid(scores_RV, rows)
+    _bias(scores_RV, rows)
+    for row, request in enumerate(rows):
         if request.sampling.needs_history:
             _penalise(scores_RV[row], request)
-        if request.forbidden_token_ids:
-            scores_RV[row, list(request.forbidden_token_ids)] = -math.inf
     return scores_RV
+
+
+def _keep_some(scores_V: torch.Tensor, allowed: list[TokenId]) -> None:
+    """In place. Where the grammar of the row has none of them, the grammar stands."""
+    kept = scores_V[allowed]
+    if kept.amax() > -math.inf:
+        scores_V.fill_(-math.inf)
+        scores_V[allowed] = kept
+
+
+def _forbid(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest]) -> None:
+    """In place. A row that nothing would be left of stays as it is: a text has to go on somehow, or to end."""
+    at = [(row, token) for row, request in enumerate(rows) for token in request.forbidden_token_ids]
+    if not at:
+        return
+    row_N, token_N = torch.tensor(at, device=scores_RV.device).unbind(1)
+    before_N = scores_RV[row_N, token_N]
+    scores_RV[row_N, token_N] = -math.inf
+    lost_N = scores_RV.amax(dim=-1)[row_N] == -math.inf
+    if lost_N.any():
+        scores_RV[row_N[lost_N], token_N[lost_N]] = before_N[lost_N]
+
+
+def _bias(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest]) -> None:
+    """In place."""
+    at = [(row, token) for row, request in enumerate(rows) for token in request.sampling.logit_bias or ()]
+    if not at:
+        return
+    biases = [bias for request in rows for bias in (request.sampling.logit_bias or {}).values()]
+    row_N, token_N = torch.tensor(at, device=scores_RV.device).unbind(1)
+    scores_RV[row_N, token_N] += torch.tensor(biases, dtype=scores_RV.dtype, device=scores_RV.device)
 
 
 def _penalise(scores_V: torch.Tensor, request: ScheduledRequest) -> None:
@@ -88,22 +140,23 @@ def _penalise(scores_V: torch.Tensor, request: ScheduledRequest) -> None:
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed: int) -> list[TokenId]:
+    """`scores_RV` is overwritten: a large tensor that is made anew costs a page fault for each 4 KiB."""
     params = [request.sampling for request in rows]
     # An extreme penalty overflows, and min_tokens may forbid every token: without a finite score in each row the
     # softmax would be NaN, the draw no token of the vocabulary, and one request would end the engine.
-    scores_RV = scores_RV.nan_to_num(nan=-_LARGEST_SCORE).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
-    scores_RV = scores_RV / _column(scores_RV, [p.temperature for p in params])
+    scores_RV.nan_to_num_(nan=-_LARGEST_SCORE).clamp_(-_LARGEST_SCORE, _LARGEST_SCORE)
+    scores_RV /= _column(scores_RV, [p.temperature for p in params])
     if any(p.min_p > 0.0 for p in params):
         # p >= min_p * p_max, in logarithms.
         floor = scores_RV.amax(dim=-1, keepdim=True) + _column(
             scores_RV, [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
         )
-        scores_RV = scores_RV.masked_fill(scores_RV < floor, -math.inf)
+        scores_RV.masked_fill_(scores_RV < floor, -math.inf)
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-        scores_RV = _filter_top(scores_RV, top_k=[p.top_k for p in params], top_p=[p.top_p for p in params])
+        _filter_top(scores_RV, top_k=[p.top_k for p in params], top_p=[p.top_p for p in params])
 
     # The inverse of the cumulative distribution, in token order; float64 so that 150,000 terms sum to 1.
-    cumulative_RV = scores_RV.softmax(dim=-1).cpu().double().cumsum(dim=-1)
+    cumulative_RV = scores_RV.softmax(dim=-1).cpu().double().cumsum_(dim=-1)
     seeds = [
         f"{engine_seed}/{request.request_id}" if request.sampling.seed is None else str(request.sampling.seed)
         for request in rows
@@ -119,35 +172,26 @@ def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed
     return tokens
 
 
-def _filter_top(scores_RV: torch.Tensor, *, top_k: list[int], top_p: list[float]) -> torch.Tensor:
-    """Keeps the top_k likeliest tokens (and ties with the last), then the fewest whose probability reaches top_p."""
+def _filter_top(scores_RV: torch.Tensor, *, top_k: list[int], top_p: list[float]) -> None:
+    """In place. Keeps the top_k likeliest tokens (and ties with the last), then the fewest whose probability reaches
+    top_p."""
     vocab_size = scores_RV.shape[-1]
     kept = [min(k, vocab_size) if k > 0 else vocab_size for k in top_k]
     # Sorting is only as wide as the widest top_k.
     sorted_scores, sorted_tokens = scores_RV.topk(max(kept), dim=-1)
     kth = sorted_scores.gather(1, torch.tensor([[k - 1] for k in kept], device=scores_RV.device))
-    result = scores_RV.masked_fill(scores_RV < kth, -math.inf)
+    scores_RV.masked_fill_(scores_RV < kth, -math.inf)
     if all(p >= 1.0 for p in top_p):
-        return result
-    probabilities = sorted_scores.masked_fill(sorted_scores < kth, -math.inf).softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    limit = _column(scores_RV, [p if p < 1.0 else math.inf for p in top_p])
-    dropped = before >= limit
+        return
+    probabilities = sorted_scores.masked_fill_(sorted_scores < kth, -math.inf).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1).sub_(probabilities)
+    dropped = before >= _column(scores_RV, [p if p < 1.0 else math.inf for p in top_p])
     dropped[:, 0] = False
-    return result.masked_fill(torch.zeros_like(result, dtype=torch.bool).scatter(1, sorted_tokens, dropped), -math.inf)
+    scores_RV.masked_fill_(torch.zeros_like(scores_RV, dtype=torch.bool).scatter_(1, sorted_tokens, dropped), -math.inf)
 
 
-def _logprobs(logits_V: torch.Tensor, token: TokenId, num_top: int | None) -> TokenLogprobs | None:
-    if num_top is None:
-        return None
-    normaliser = logits_V.logsumexp(dim=-1)
-    chosen = logits_V[token]
-    top: tuple[tuple[TokenId, float], ...] = ()
-    if num_top > 0:
-        values, tokens = (logits_V - normaliser).topk(min(num_top, logits_V.shape[-1]))
-        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    rank = int((logits_V > chosen).sum()) + 1
-    return TokenLogprobs(token_id=token, logprob=float(chosen - normaliser), rank=rank, top=top)
+def _logprobs(logits_1V: torch.Tensor, token: TokenId, num_top: int | None) -> TokenLogprobs | None:
+    return None if num_top is None else token_logprobs(logits_1V, [token], num_top=num_top)[0]
 
 
 def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:

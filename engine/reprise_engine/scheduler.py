@@ -16,7 +16,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 from reprise_engine.cache_accounting import CacheAccounting
-from reprise_engine.cache_report import MissReason, PrefixCacheReport, TierStats
+from reprise_engine.cache_report import PrefixCacheReport, TierStats
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.errors import ConfigError, RequestError
 from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
@@ -34,7 +34,7 @@ from reprise_engine.request import (
 )
 from reprise_engine.request_limits import check_prompt, checked_max_tokens
 from reprise_engine.request_state import Rank, RequestState, output_of, rank_of, remove
-from reprise_engine.step import Step, StepResult
+from reprise_engine.step import ScheduledRequest, Step, StepResult
 from reprise_engine.step_builder import StepBuilder
 from reprise_engine.tier_loads import TierLoads
 
@@ -113,7 +113,7 @@ class Scheduler:
             prompt_length=len(prompt),
             max_tokens=max_tokens,
             tokens=list(prompt),
-            blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=sampling.skip_reading_prefix_cache),
+            blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=not sampling.reads_prefix_cache),
             pin=request.pin,
             explain_cache=request.explain_cache,
             arrival=request.arrival_time,
@@ -159,6 +159,11 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.tiering.wait(seconds)
 
+    def hurry(self, seconds: float) -> None:
+        """The engine ends: other processes that use the tiers' disk are waited for at most so long."""
+        if self._tiers is not None:
+            self._tiers.tiering.hurry(seconds)
+
     def close(self, seconds: float) -> None:
         """Ends the threads of the tiers; what they were told to write is written, as far as the time goes."""
         if self._tiers is not None:
@@ -190,11 +195,8 @@ class Scheduler:
         """
         return self.kv.reset(include_pins=include_pins)
 
-    def reset_tiers(self) -> tuple[int, int]:
-        """Forgets what is in host memory and on the disk; returns the blocks that were there.
-
-        What a request is loading already reaches it.
-        """
+    def reset_tiers(self) -> tuple[int, int | None]:
+        """Forgets what is in the tiers; what a request is loading already reaches it. Returns as `Tiering.clear`."""
         return (0, 0) if self._tiers is None else self._tiers.tiering.clear()
 
     def unpin(self, name: str) -> bool:
@@ -203,24 +205,7 @@ class Scheduler:
 
     def inspect_prefix_cache(self) -> PrefixCacheReport:
         """What is in the cache, and what the last requests found in it. O(blocks): for people, not for every step."""
-        kv, books = self.kv, self._books
-        return PrefixCacheReport(
-            block_size=kv.block_size,
-            num_blocks=kv.num_blocks,
-            active_blocks=kv.pool.num_active,
-            cached_blocks=len(kv.index),
-            unfinished_blocks=kv.index.num_tails,
-            pinned_blocks=kv.pins.num_blocks,
-            pin_budget_blocks=kv.pins.budget,
-            pins=kv.pins.report(),
-            salts=kv.index.num_roots,
-            evicted_blocks=kv.num_evicted_blocks,
-            query_tokens=books.queries,
-            hit_tokens=books.hits,
-            misses=tuple(zip(MissReason, books.misses, strict=True)),
-            recent=tuple(books.recent),
-            tiers=self._tier_stats(),
-        )
+        return self._books.report(self._tier_stats())
 
     def check_invariants(self) -> None:
         """Raises AssertionError where requests, page tables, pool and index contradict each other. For tests."""
@@ -292,10 +277,24 @@ class Scheduler:
             self.kv.commit(state.blocks, state.tokens, state.computed)
             if state.aborted:
                 self._drop(state)
-            elif part.samples:
-                token = result.sampled[part.request_id]
-                outputs.append(self._append(state, token, result.logprobs.get(part.request_id), now))
+            elif (error := result.errors.get(part.request_id)) is not None:
+                self._drop(state)
+                outputs.append(RequestOutput(request_id=part.request_id, error=error))
+            else:
+                outputs += self._take(state, part, result, now)
         return tuple(outputs)
+
+    def _take(self, state: RequestState, part: ScheduledRequest, result: StepResult, now: float) -> list[RequestOutput]:
+        """What a step brought a request: log-probabilities of its prompt, a token, or nothing to tell."""
+        outputs: list[RequestOutput] = []
+        if part.scored:
+            state.prompt_scored += len(part.scored)
+            scores = result.prompt_logprobs[part.request_id]
+            outputs.append(output_of(state, prompt_logprobs=scores, finish_reason=None))
+        if part.samples:
+            token = result.sampled[part.request_id]
+            outputs.append(self._append(state, token, result.logprobs.get(part.request_id), now))
+        return outputs
 
     def discard(self, step: Step) -> None:
         """Forgets `step`, whose run failed, and its requests; what it may have written never enters the index."""
@@ -370,7 +369,9 @@ class Scheduler:
 
     def _append(self, state: RequestState, token: TokenId, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """Adds a sampled token, and ends the request where that was the last."""
-        stops = state.may_stop and (token in state.eos_token_ids or token in state.sampling.stop_token_ids)
+        # A grammar may leave nothing but the end, whatever min_tokens says.
+        may_stop = state.may_stop or state.sampling.structured is not None
+        stops = may_stop and (token in state.eos_token_ids or token in state.sampling.stop_token_ids)
         state.tokens.append(token)
         state.last_token = now
         if state.first_token is None:

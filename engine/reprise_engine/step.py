@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
+from reprise_engine.errors import RequestError
 from reprise_engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
 
 BlockId = NewType("BlockId", int)
@@ -55,6 +56,8 @@ class ScheduledRequest:
     `block_table` covers at least start + len(token_ids) tokens: position p lives in block block_table[p // block_size],
     slot p % block_size. `history` is prompt + output so far, present only where a penalty needs it;
     `prompt_length` splits it. `output_index` is the number of tokens generated so far (position of the draw).
+    `output` is what was generated so far, present only where a grammar needs it.
+    `scored` are tokens of the prompt whose log-probabilities are wanted: scored[i] follows token_ids[scored_from + i].
     """
 
     request_id: RequestId
@@ -63,8 +66,11 @@ class ScheduledRequest:
     block_table: tuple[BlockId, ...]
     samples: bool
     sampling: SamplingParams
-    forbidden_token_ids: tuple[TokenId, ...] = ()  # end-of-sequence and stop tokens while below min_tokens
+    forbidden_token_ids: tuple[TokenId, ...] = ()  # ends while below min_tokens; what would complete a banned word
     history: tuple[TokenId, ...] | None = None
+    output: tuple[TokenId, ...] | None = None
+    scored: tuple[TokenId, ...] = ()
+    scored_from: int = 0
     prompt_length: int = 0
     output_index: int = 0
 
@@ -92,10 +98,13 @@ class Step:
 class StepResult:
     """The sampled token of every request whose part had `samples`; logprobs where its sampling asked for them.
 
-    `transfer_seconds` is what the step's stores and loads took.
+    `prompt_logprobs` are those of each part's `scored` tokens. `errors`: requests that cannot go on; what was sampled
+    for them counts for nothing. `transfer_seconds` is what the step's stores and loads took.
     """
 
     step_id: int
     sampled: Mapping[RequestId, TokenId]
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    errors: Mapping[RequestId, RequestError] = field(default_factory=dict)
     transfer_seconds: float = 0.0

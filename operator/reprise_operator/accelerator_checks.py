@@ -9,7 +9,8 @@ from pydantic.alias_generators import to_camel
 from reprise_operator.children.accelerator import is_virtual, resource_name
 from reprise_operator.children.profiles import CPU_PROFILE, PROFILES, Profile
 from reprise_operator.children.slices import CORE_SUFFIX, MEMORY_SUFFIX, check_slice
-from reprise_operator.resource import InferenceService, Runtime, SpecError
+from reprise_operator.resource import InferenceService, SpecError
+from reprise_operator.spec_types import Runtime
 
 VENDOR = "huawei.com/"
 _FOREIGN = ("nvidia.com/", "amd.com/", "gpu.intel.com/", "google.com/", "cambricon.com/", "hygon.com/")

@@ -13,10 +13,11 @@ ClusterError.fault
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,13 +28,15 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
 from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
-from reprise_operator.recall import memo_for, written
+from reprise_operator.recall import Memo
 
 Body = Mapping[str, Any]
 Answer = TypeVar("Answer")
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 PAGE_SIZE = 500
+MERGE_PATCH = "application/merge-patch+json"
+"""Content type of a JSON merge patch (RFC 7386)."""
 
 
 class Fault(enum.Enum):
@@ -107,6 +110,14 @@ class Api:
         self._dynamic = DynamicClient(self.client)  # type: ignore[no-untyped-call]
         self._timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_SECONDS, sock_connect=10.0)
         self._on_request = on_request
+        self._memo: Memo | None = None
+
+    def remembering(self, memo: Memo) -> Api:
+        """The same connection for one pass: `memo` answers its reads where it can and keeps the others' answers, and
+        its writes spoil it."""
+        api = copy.copy(self)
+        api._memo = memo
+        return api
 
     async def __aenter__(self) -> Api:
         return self
@@ -119,7 +130,7 @@ class Api:
     async def get(
         self, resource: ResourceType, namespace: str, name: str, *, accept: str = "application/json"
     ) -> Body | None:
-        memo, asked = memo_for(resource, by_name=True), ("get", resource.plural, namespace, name, accept)
+        memo, asked = self._answers_about(resource, by_name=True), ("get", resource.plural, namespace, name, accept)
         if memo is not None and asked in memo:
             known: Body | None = memo[asked]
             return known
@@ -144,7 +155,7 @@ class Api:
     ) -> tuple[Body, ...]:
         field_selector = ",".join(f"{path}={value}" for path, value in sorted((fields or {}).items())) or None
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
-        memo, asked = memo_for(resource), ("list", resource.plural, namespace, label_selector, accept)
+        memo, asked = self._answers_about(resource), ("list", resource.plural, namespace, label_selector, accept)
         if memo is not None and asked in memo:
             known: tuple[Body, ...] = memo[asked]
             return known
@@ -176,6 +187,9 @@ class Api:
         if memo is not None:
             memo[asked] = tuple(items)
         return tuple(items)
+
+    def _answers_about(self, resource: ResourceType, *, by_name: bool = False) -> dict[Hashable, Any] | None:
+        return None if self._memo is None else self._memo.answers_about(resource, by_name=by_name)
 
     async def request(
         self,
@@ -229,8 +243,8 @@ class Api:
         assert verb in allowed, f"kinds.PERMISSIONS lacks {verb} on {asked}"
         method = {"list": "get", "create": "post"}.get(verb, verb)
         outcome = "ok"
-        if verb not in ("get", "list"):
-            written()
+        if self._memo is not None and verb not in ("get", "list"):
+            self._memo.spoil()
         try:
             response = await self._dynamic.request(
                 method,

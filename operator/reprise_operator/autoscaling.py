@@ -13,8 +13,8 @@ from reprise_operator.conditions import AUTOSCALING_ACTIVE, Condition, Status
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan
 from reprise_operator.replicas import unplanned_autoscalers
-from reprise_operator.resource import AutoscalingSpec
 from reprise_operator.rollout import find_child, key_of
+from reprise_operator.spec_types import AutoscalingSpec
 from reprise_operator.workloads import counts, workload_of
 
 

@@ -14,7 +14,8 @@ from reprise_operator.children.prefix_cache import (
 )
 from reprise_operator.children.strategy import is_zero
 from reprise_operator.quantity import amount, whole
-from reprise_operator.resource import InferenceService, Isolation, PersistenceSpec, Runtime, SpecError
+from reprise_operator.resource import InferenceService, SpecError
+from reprise_operator.spec_types import Isolation, PersistenceSpec, Runtime
 
 MAX_PROMPTS_BYTES = 1_000_000
 """An object of the API server holds about 1.5 MB, and a ConfigMap 1 MiB."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import enum
+import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from reprise_operator.api import Api, Body, ClusterError, Fault
+from reprise_operator.api import MERGE_PATCH, Api, Body, ClusterError, Fault
+from reprise_operator.bodies import observed_child
 from reprise_operator.kinds import (
     ALL_CHILD_TYPES,
     CHILD_TYPES,
@@ -31,13 +32,11 @@ from reprise_operator.kinds import (
 )
 from reprise_operator.naming import MANAGED_BY
 from reprise_operator.observed import ObservedChild
+from reprise_operator.recall import Memo
 from reprise_operator.references import ReferenceKind
+from reprise_operator.server_side_apply import ApplyOutcome, ApplyResult, apply
 from reprise_operator.settings import FIELD_MANAGER
 
-RESET_MANAGER = f"{FIELD_MANAGER}-reset"
-REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
-APPLY_PATCH = "application/apply-patch+yaml"
-MERGE_PATCH = "application/merge-patch+json"
 # Of a log. The API server's own limitBytes would keep the beginning, so the end is kept here.
 LOG_LINES = 1000
 LOG_BYTES = 64 * 1024
@@ -56,29 +55,17 @@ class Key:
         return f"{self.namespace}/{self.name}"
 
 
-class ApplyOutcome(enum.Enum):
-    CREATED = "created"
-    CHANGED = "changed"
-    UNCHANGED = "unchanged"
-    """The API server found nothing to change."""
-    CONFLICT = "conflict"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyResult:
-    outcome: ApplyOutcome
-    message: str = ""
-    """The API server's reason, for CONFLICT and REFUSED."""
-    body: Body | None = None
-    """The object as answered, for the other outcomes."""
-
-
 class Cluster:
     """What the operator reads and writes, in its own words."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
+
+    def remembering(self, memo: Memo) -> Cluster:
+        """The same cluster as one pass with that memo sees it (recall.py)."""
+        cluster = copy.copy(self)
+        cluster._api = self._api.remembering(memo)
+        return cluster
 
     # Reads ----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +98,7 @@ class Cluster:
         listings = await _gather(*(self._list_children(kind, namespace, selector) for kind in kinds))
         for resource, bodies in zip(kinds, listings, strict=True):
             for body in bodies:
-                child = _observed_child(resource, body, owner_uid)
+                child = _child(resource, body, owner_uid)
                 if child.owned or (child.kind, child.name) in planned:
                     found[child.kind, child.name] = child
         by_kind = {resource.kind: resource for resource in kinds}
@@ -120,7 +107,7 @@ class Cluster:
             missing, await _gather(*(self._api.get(kind, namespace, name) for kind, name in missing)), strict=True
         ):
             if present is not None:
-                found[resource.kind, name] = _observed_child(resource, present, owner_uid)
+                found[resource.kind, name] = _child(resource, present, owner_uid)
         return tuple(found[name] for name in sorted(found))
 
     async def _list_children(
@@ -208,102 +195,8 @@ class Cluster:
     async def apply(
         self, manifest: Body, *, present: ObservedChild | None, hand_over: int | None = None
     ) -> ApplyResult:
-        """Applies a child on the server side.
-
-        `present` is the object as just read, and it must be ours; None when there was none. An absent one is created
-        without force, so a field that somebody else set in the meantime is a CONFLICT rather than ours. A present one
-        is applied with its UID, so an object that was replaced in the meantime is a CONFLICT too, and with force: the
-        fields of the manifest are ours, and an edit of one of them by somebody else ends here (see also `_reset`).
-        `hand_over` is the number of pods of `present`, where the manifest leaves it out and it is not to be lost.
-        """
-        try:
-            if present is not None and hand_over is not None:
-                present = await self._hand_over(present, manifest["metadata"]["namespace"], hand_over)
-            try:
-                answer = await self._apply(manifest, present)
-            except ClusterError as error:
-                if present is None or error.status != 422 or "spec" not in manifest:
-                    raise
-                await self._reset(manifest, present, error)
-                answer = await self._apply(manifest, present)
-        except ClusterError as error:
-            if error.fault is Fault.CONFLICT:
-                return ApplyResult(outcome=ApplyOutcome.CONFLICT, message=error.message)
-            if error.fault in (Fault.INVALID, Fault.FORBIDDEN):
-                return ApplyResult(outcome=ApplyOutcome.REFUSED, message=error.message)
-            raise
-        if present is None:
-            return ApplyResult(outcome=ApplyOutcome.CREATED, body=answer)
-        before, after = present.body["metadata"].get("resourceVersion"), answer["metadata"].get("resourceVersion")
-        outcome = ApplyOutcome.UNCHANGED if before == after else ApplyOutcome.CHANGED
-        return ApplyResult(outcome=outcome, body=answer)
-
-    async def _apply(self, manifest: Body, present: ObservedChild | None) -> Body:
-        metadata = manifest["metadata"]
-        if present is not None:
-            manifest = {**manifest, "metadata": {**metadata, "uid": present.uid}}
-        return await self._api.request(
-            "patch",
-            _resource_type(manifest),
-            metadata["namespace"],
-            metadata["name"],
-            body=manifest,
-            content_type=APPLY_PATCH,
-            field_manager=FIELD_MANAGER,
-            force_conflicts="true" if present is not None else "false",
-        )
-
-    async def _reset(self, manifest: Body, present: ObservedChild, refused: ClusterError) -> None:
-        """Clears the way for an apply that came out invalid because of what somebody else put into our lists.
-
-        An apply merges lists by their keys, so it only adds: after an edit of a Service's port it would ask for two
-        ports of one name, for ever. A merge patch replaces lists whole. Its own ownership of them is taken out again:
-        two owners, and a later apply could not remove an element. Raises `refused` when the manifest itself is invalid.
-        """
-        metadata = manifest["metadata"]
-
-        async def patch(change: Body, resource_version: str) -> Body:
-            identity = {"uid": present.uid, "resourceVersion": resource_version}
-            return await self._api.request(
-                "patch",
-                _resource_type(manifest),
-                metadata["namespace"],
-                metadata["name"],
-                body={**change, "metadata": {**change.get("metadata", {}), **identity}},
-                content_type=MERGE_PATCH,
-                field_manager=RESET_MANAGER,
-            )
-
-        try:
-            answer = await patch({"spec": manifest["spec"]}, present.body["metadata"]["resourceVersion"])
-        except ClusterError as error:
-            raise refused if error.fault is Fault.INVALID else error from refused
-        others = [entry for entry in answer["metadata"]["managedFields"] if entry["manager"] != RESET_MANAGER]
-        await patch({"metadata": {"managedFields": others}}, answer["metadata"]["resourceVersion"])
-
-    async def _hand_over(self, workload: ObservedChild, namespace: str, replicas: int) -> ObservedChild:
-        """Lets another field manager of ours apply the number of pods that `workload` has; the workload after it.
-
-        A CONFLICT when it has changed since it was read: an autoscaler may have written another number.
-        """
-        metadata = workload.body["metadata"]
-        body = {
-            "apiVersion": workload.api_version,
-            "kind": workload.kind,
-            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")},
-            "spec": {"replicas": replicas},
-        }
-        answer = await self._api.request(
-            "patch",
-            _resource_type(body),
-            namespace,
-            workload.name,
-            body=body,
-            content_type=APPLY_PATCH,
-            field_manager=REPLICAS_MANAGER,
-            force_conflicts="false",
-        )
-        return replace(workload, body=answer)
+        """Applies a child on the server side: see `server_side_apply.apply`."""
+        return await apply(self._api, manifest, present=present, hand_over=hand_over)
 
     async def scale(self, namespace: str, *, kind: str, name: str, uid: str, replicas: int) -> bool:
         """Sets the replicas of a workload if it is still this very object. False when it was gone or another one."""
@@ -419,26 +312,10 @@ def merge_difference(present: Body, wanted: Body) -> dict[str, Any]:
     return difference
 
 
-def _resource_type(manifest: Body) -> ResourceType:
-    for resource in ALL_CHILD_TYPES:
-        if (resource.api_version, resource.kind) == (manifest["apiVersion"], manifest["kind"]):
-            return resource
-    raise ValueError(f"no child type is declared for {manifest['apiVersion']} {manifest['kind']}")
-
-
-def _observed_child(resource: ResourceType, body: Body, owner_uid: str) -> ObservedChild:
-    metadata = body["metadata"]
-    owners = metadata.get("ownerReferences") or ()
-    return ObservedChild(
-        api_version=resource.api_version,
-        kind=resource.kind,
-        name=metadata["name"],
-        uid=metadata["uid"],
-        owned=any(owner.get("controller") and owner.get("uid") == owner_uid for owner in owners),
-        generation=metadata.get("generation", 0),
-        terminating="deletionTimestamp" in metadata,
-        body=body,
-    )
+def _child(resource: ResourceType, body: Body, owner_uid: str) -> ObservedChild:
+    owners = body["metadata"].get("ownerReferences") or ()
+    owned = any(owner.get("controller") and owner.get("uid") == owner_uid for owner in owners)
+    return observed_child(body, api_version=resource.api_version, kind=resource.kind, owned=owned)
 
 
 async def _gather(*requests: Any) -> list[Any]:

@@ -6,16 +6,13 @@ know (affinities between pods, topology, volumes) can only make the surge pod wa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-Body = Mapping[str, Any]
+from reprise_operator.quantity import amount
 
-_QUANTITY = re.compile(r"^([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)([numkMGTPE]|[KMGTPE]i)?$")
-_DECIMAL = dict(zip("num kMGTPE", range(-3, 7), strict=True))  # powers of 1000; the space is 1
-_BINARY = dict(zip("KMGTPE", range(1, 7), strict=True))
+Body = Mapping[str, Any]
 
 
 def free_pods(
@@ -51,23 +48,13 @@ def pod_requests(spec: Body) -> dict[str, Decimal]:
 def _requests(container: Body) -> dict[str, Decimal]:
     resources = container.get("resources") or {}
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(value) for name, value in asked.items()}
-
-
-def quantity(value: object) -> Decimal:
-    """A quantity as the API server has accepted it: 500m, 4, 1e3, 16Gi."""
-    match = _QUANTITY.match(str(value))
-    if match is None:
-        raise ValueError(f"{value!r} is no quantity")
-    suffix = match[2] or " "
-    factor = Decimal(1024) ** _BINARY[suffix[0]] if suffix.endswith("i") else Decimal(1000) ** _DECIMAL[suffix]
-    return Decimal(match[1]) * factor
+    return {name: amount(value) for name, value in asked.items()}
 
 
 def _fitting(wanted: Mapping[str, Decimal], node: Body, pods: Iterable[Body]) -> int:
     name = node["metadata"]["name"]
     allocatable = (node.get("status") or {}).get("allocatable") or {}
-    free = {resource: quantity(value) for resource, value in allocatable.items()}
+    free = {resource: amount(value) for resource, value in allocatable.items()}
     for pod in pods:
         if pod["spec"].get("nodeName") == name:
             for resource, taken in pod_requests(pod["spec"]).items():

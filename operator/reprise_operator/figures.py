@@ -10,7 +10,6 @@ from typing import Any
 
 from reprise_operator.cache_effect import MISS_REASONS, Effect, effect_of, written_effect
 from reprise_operator.conditions import clip, seconds_of, timestamp
-from reprise_operator.diagnosis import current_pods
 from reprise_operator.hitrate import NOTHING_SERVED, HitFigures, HitRateWindow
 from reprise_operator.observed import EngineMetrics, Observed, ObservedPod
 from reprise_operator.settings import Settings
@@ -37,7 +36,7 @@ _RATED = (
 def serving_pods(observed: Observed) -> tuple[ObservedPod, ...]:
     """Ready pods: those of the present template, or, before one is ready, the older ones that serve."""
     ready = [pod for pod in observed.pods if pod.ready and not pod.terminating]
-    current = {pod.uid for pod in current_pods(observed)}
+    current = {pod.uid for pod in observed.current_pods}
     chosen = [pod for pod in ready if pod.uid in current] or ready
     return tuple(sorted(chosen, key=lambda pod: pod.name))
 

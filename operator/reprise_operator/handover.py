@@ -46,7 +46,7 @@ def hand_over(plan: Plan, observed: Observed) -> tuple[Delete | Scale, ...]:
     figures = counts(successor)
     if not figures.seen:
         return ()
-    ahead = 1 if any(_lacks_room(pod) for pod in _current(observed)) else 0
+    ahead = 1 if any(_lacks_room(pod) for pod in observed.current_pods) else 0
     allowed = max(0, wanted_replicas(plan, successor) - figures.available - ahead)
     actions: list[Delete | Scale] = []
     for child in before:
@@ -79,12 +79,6 @@ def replace_pods(plan: Plan, observed: Observed) -> tuple[DeletePod, ...]:
         return ()
     last = max(old, key=lambda pod: (len(pod.name), pod.name))
     return (DeletePod(name=last.name, uid=last.uid, broken=False),)
-
-
-def _current(observed: Observed) -> tuple[ObservedPod, ...]:
-    if observed.template_hash is None:
-        return ()
-    return tuple(pod for pod in observed.pods if pod.template_hash == observed.template_hash and not pod.terminating)
 
 
 def _lacks_room(pod: ObservedPod) -> bool:

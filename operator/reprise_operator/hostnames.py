@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprise_operator.resource import GatewaySpec, ParentRef
+from reprise_operator.spec_types import GatewaySpec, ParentRef
 
 Name = tuple[str, str]
 """Namespace and name of an InferenceService."""

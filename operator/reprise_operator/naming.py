@@ -115,6 +115,18 @@ def owner_reference(identity: Identity) -> dict[str, Any]:
     }
 
 
+def child_metadata(
+    identity: Identity, *, name: str | None = None, labels: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """metadata of a child object; None takes the common name, and the labels that every child has."""
+    return {
+        "name": child_name(identity) if name is None else name,
+        "namespace": identity.namespace,
+        "labels": child_labels(identity) if labels is None else dict(labels),
+        "ownerReferences": [owner_reference(identity)],
+    }
+
+
 def stamped(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `manifest` that carries the digest of its own content in `PLAN_HASH_ANNOTATION`."""
     metadata = manifest["metadata"]

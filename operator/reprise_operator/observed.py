@@ -1,5 +1,5 @@
-"""What was seen of one InferenceService's children at one moment. Frozen and free of I/O: made by observe.py and
-cluster.py, read by rollout.py and status.py, written by hand in tests.
+"""What was seen of one InferenceService's children at one moment. Frozen and free of I/O: made by bodies.py and
+observe.py, read by rollout.py and status.py, written by hand in tests.
 
 Times are Unix seconds (time.time()) since they are compared with the cluster's own timestamps.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.references import ObjectRef, ObservedReference
 
 
@@ -128,6 +129,12 @@ class ObservedChild:
         status = self.body.get("status", {})
         return status if isinstance(status, Mapping) else {}
 
+    def is_applied_from(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether it was applied from this very manifest of a Plan, not from an older spec."""
+        annotations = self.body.get("metadata", {}).get("annotations") or {}
+        wanted = manifest["metadata"]["annotations"][PLAN_HASH_ANNOTATION]
+        return bool(annotations.get(PLAN_HASH_ANNOTATION) == wanted)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
@@ -151,3 +158,13 @@ class Observed:
     """"Kind/name" → the API server's message, for children whose last apply it refused."""
     apply_faults: Mapping[str, str] = field(default_factory=dict)
     """The same for those whose apply it could not carry out, and which is tried again: a webhook that is down."""
+
+    @property
+    def current_pods(self) -> tuple[ObservedPod, ...]:
+        """Pods of the present template that are meant to stay; none while the template's hash is not known yet.
+
+        What an older template's pod suffers says nothing about the present spec, which may be the cure.
+        """
+        if self.template_hash is None:
+            return ()
+        return tuple(pod for pod in self.pods if pod.template_hash == self.template_hash and not pod.terminating)

@@ -12,7 +12,6 @@ from typing import Literal
 
 from reprise_operator.children.accelerator import profile_of
 from reprise_operator.children.pod import CONTAINER
-from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.observed import Observed, Termination
 from reprise_operator.plan import Plan
 from reprise_operator.resource import InferenceService
@@ -79,11 +78,10 @@ def memory_ends(plan: Plan, observed: Observed) -> tuple[MemoryEnd, ...]:
     Only pods of the workload's present template count, and only where that was applied from this very Plan: what ran
     with another share, or with other inputs, has been answered already.
     """
-    planned, applied = plan.workload["metadata"], workload_of(plan, observed)
+    applied = workload_of(plan, observed)
     if applied is None or not applied.owned or observed.template_hash is None:
         return ()
-    annotations = applied.body["metadata"].get("annotations") or {}
-    if annotations.get(PLAN_HASH_ANNOTATION) != planned["annotations"][PLAN_HASH_ANNOTATION]:
+    if not applied.is_applied_from(plan.workload):
         return ()
     return tuple(
         MemoryEnd(pod_uid=pod.uid, container_id=end.container_id, at=end.finished_at)

@@ -31,11 +31,11 @@ from reprise_operator.kinds import WATCHED_TYPES
 from reprise_operator.leader import Leadership
 from reprise_operator.logs import about
 from reprise_operator.metrics import OperatorMetrics, serve_metrics, serve_probes
-from reprise_operator.observe import Scraper
 from reprise_operator.options import Options
 from reprise_operator.recall import Recall
 from reprise_operator.reconcile import Reconciler
 from reprise_operator.rotation import ReferenceKey, ReferenceReader
+from reprise_operator.scraper import Scraper
 from reprise_operator.settings import GROUP, PLURAL
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import WorkQueue

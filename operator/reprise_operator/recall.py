@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,26 +29,18 @@ class Memo:
     spoiled: bool = False
     """Something was written, or an event came."""
 
+    def answers_about(self, resource: ResourceType, *, by_name: bool = False) -> dict[Hashable, Any] | None:
+        """Where answers about that kind are kept; None for kinds that are always read.
 
-_memo: ContextVar[Memo | None] = ContextVar("memo", default=None)
+        `by_name`: one object, which may be a user's. Users' ConfigMaps are read, and the watch brings ours only.
+        """
+        if resource not in _REMEMBERED or (by_name and resource == CONFIG_MAPS):
+            return None
+        return self.answers
 
-
-def memo_for(resource: ResourceType, *, by_name: bool = False) -> dict[Hashable, Any] | None:
-    """Where the present pass keeps answers about that kind; None outside a pass, and for kinds that are always read.
-
-    `by_name`: one object, which may be a user's. Users' ConfigMaps are read, and the watch brings ours only.
-    """
-    memo = _memo.get()
-    if memo is None or resource not in _REMEMBERED or (by_name and resource == CONFIG_MAPS):
-        return None
-    return memo.answers
-
-
-def written() -> None:
-    """The present pass has sent a write: what it read is no longer how things are."""
-    memo = _memo.get()
-    if memo is not None:
-        memo.spoiled = True
+    def spoil(self) -> None:
+        """What was read is no longer how things are: it serves the present pass, and no other."""
+        self.spoiled = True
 
 
 class Recall:
@@ -62,18 +53,16 @@ class Recall:
         self._open: dict[Hashable, Memo] = {}
 
     @contextlib.contextmanager
-    def passing(self, key: Hashable) -> Iterator[None]:
-        """One pass over `key`: reads inside are answered by the memo where there is one. An error drops it."""
+    def passing(self, key: Hashable) -> Iterator[Memo]:
+        """One pass over `key`, with the memo for its reads (`Cluster.remembering`). An error drops the memo."""
         now = self._clock()
         memo = self._kept.pop(key, None)
         if memo is None or now - memo.at > self._max_age:
             memo = Memo(at=now)
         self._open[key] = memo
-        token = _memo.set(memo)
         try:
-            yield
+            yield memo
         finally:
-            _memo.reset(token)
             del self._open[key]
         if not memo.spoiled:
             self._kept[key] = memo
@@ -82,4 +71,4 @@ class Recall:
         """Something of `key` has changed, or is to be read anew."""
         self._kept.pop(key, None)
         if key in self._open:
-            self._open[key].spoiled = True
+            self._open[key].spoil()

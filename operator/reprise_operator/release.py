@@ -17,11 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reprise_operator.cause import MAX_CAUSE, end_of
 from reprise_operator.checks import Check, CheckState
 from reprise_operator.children.check_job import DEADLINE_SECONDS, build_check_job, check_job_name
 from reprise_operator.children.deployment import progress_deadline_seconds
-from reprise_operator.children.pod import CONTAINER
 from reprise_operator.children.strategy import (
     Strategy,
     default_strategy,
@@ -32,27 +30,16 @@ from reprise_operator.children.strategy import (
     surge_strategy,
 )
 from reprise_operator.conditions import timestamp
-from reprise_operator.diagnosis import Diagnosis, State, current_pods, why_not_ready
+from reprise_operator.diagnosis import Diagnosis, State
 from reprise_operator.kinds import DEPLOYMENTS
-from reprise_operator.naming import PLAN_HASH_ANNOTATION, digest
 from reprise_operator.observed import Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.rejection import LogSource, cause_of, clipped, log_source
+from reprise_operator.release_manifests import template_hash, with_strategy, with_template
 from reprise_operator.release_state import LastGood, Rejected, ReleaseState, started
 from reprise_operator.replicas import wanted_replicas
 from reprise_operator.rollout import find_child, key_of
 from reprise_operator.workloads import counts
-
-MAX_REMEMBERED = 1000
-"""Characters of a rejection's message; what a condition shows of it is its end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogSource:
-    """A container whose log may say what nothing else does."""
-
-    pod: str
-    container: str
-    previous: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +77,6 @@ class Release:
     """`state` holds a new rejection: it is written before anything is applied, or its cause would be lost."""
 
 
-def template_hash(plan: Plan) -> str:
-    """Ours, of the pod template: it changes with every input of the engine and with nothing else."""
-    return digest(plan.workload["spec"]["template"])
-
-
 def questions(plan: Plan, observed: Observed, state: ReleaseState, *, now: float, read_nodes: bool) -> Questions:
     """What `decide_release` will want to know."""
     if not _is_released(plan):
@@ -104,10 +86,10 @@ def questions(plan: Plan, observed: Observed, state: ReleaseState, *, now: float
         return Questions()
     given = _is_given(plan, live, state)
     if given and not _is_stuck_surging(plan, live, observed):
-        source = _log_source(observed) if _is_overdue(plan, live, observed, state, now) else None
+        source = log_source(observed) if _is_overdue(plan, live, observed, state, now) else None
         return Questions(log=source)
     devices = read_nodes and may_surge(plan.service)
-    return Questions(devices=devices, check=_takes_the_last(plan, observed, _default(plan)))
+    return Questions(devices=devices, check=_takes_the_last(plan, observed, default_strategy(plan.service)))
 
 
 def decide_release(plan: Plan, observed: Observed, state: ReleaseState, evidence: Evidence, *, now: float) -> Release:
@@ -135,7 +117,7 @@ def _stay(plan: Plan, observed: Observed, state: ReleaseState) -> Release:
     template = observed.templates.get(rejected.pod_template_hash or "")
     held = Diagnosis(state=State.STALLED, reason=rejected.reason, message=rejected.message)
     kept = replace(state, check_job=None, check_waits=None)
-    return Release(workload=_with_template(plan, template), state=kept, held=held)
+    return Release(workload=with_template(plan, template), state=kept, held=held)
 
 
 def _go_on(
@@ -148,13 +130,13 @@ def _go_on(
         return _without_surge(plan, live, observed, state, evidence)
     state = replace(state, check_job=None, check_waits=None)
     if _is_complete(live):
-        if observed.template_hash is not None and _is_applied(plan, live):
+        if observed.template_hash is not None and live.is_applied_from(plan.workload):
             good = LastGood(template_hash=wanted, pod_template_hash=observed.template_hash)
             state = replace(state, last_good=good)
         return Release(workload=plan.workload, state=state)
     if _is_overdue(plan, live, observed, state, now):
         return _roll_back(plan, observed, state, evidence, now)
-    return Release(workload=_with_strategy(plan, _live_surge(plan, live)), state=state)
+    return Release(workload=with_strategy(plan, _live_surge(plan, live)), state=state)
 
 
 def _roll_back(plan: Plan, observed: Observed, state: ReleaseState, evidence: Evidence, now: float) -> Release:
@@ -163,10 +145,10 @@ def _roll_back(plan: Plan, observed: Observed, state: ReleaseState, evidence: Ev
     rejected = Rejected(
         template_hash=template_hash(plan),
         reason="RolledBack",
-        message=_clipped(
+        message=clipped(
             f"The change made no progress for {progress_deadline_seconds(plan.service)} s and was taken back; the pods "
             "have the last good template again. Change the spec to try anew. "
-            f"Cause: {_cause(plan, observed, evidence, now)}"
+            f"Cause: {cause_of(plan, observed, evidence.log, now=now)}"
         ),
         pod_template_hash=good.pod_template_hash,
     )
@@ -176,7 +158,7 @@ def _roll_back(plan: Plan, observed: Observed, state: ReleaseState, evidence: Ev
 
 def _begin(plan: Plan, observed: Observed, state: ReleaseState, evidence: Evidence, now: float) -> Release:
     """The template is new to the workload: whether it may be given now."""
-    strategy = _default(plan)
+    strategy = default_strategy(plan.service)
     if _fits(evidence):
         wanted = wanted_replicas(plan, _workload(plan, observed))
         broken = max(0, wanted - len(_serving(observed)))
@@ -188,8 +170,8 @@ def _begin(plan: Plan, observed: Observed, state: ReleaseState, evidence: Eviden
             message="spec.rollout.maxUnavailable is 0 and no device is free for a pod more: the change begins when one "
             "is. The pods serve as they are. Set maxUnavailable to 1 to go on without.",
         )
-        return Release(workload=_with_template(plan, _live_template(observed)), state=state, held=held)
-    given = Release(workload=_with_strategy(plan, strategy), state=_begun(plan, state, now))
+        return Release(workload=with_template(plan, _live_template(observed)), state=state, held=held)
+    given = Release(workload=with_strategy(plan, strategy), state=_begun(plan, state, now))
     if not _takes_the_last(plan, observed, strategy):
         return given
     return _checked(plan, observed, state, evidence, passed=given, meanwhile=None)
@@ -199,9 +181,9 @@ def _without_surge(
     plan: Plan, live: ObservedChild, observed: Observed, state: ReleaseState, evidence: Evidence
 ) -> Release:
     """The device that was free when the change began is taken: it goes on with what the pods have."""
-    meanwhile = _with_strategy(plan, _live_surge(plan, live))
+    meanwhile = with_strategy(plan, _live_surge(plan, live))
     given = Release(workload=plan.workload, state=state)
-    if not _takes_the_last(plan, observed, _default(plan)):
+    if not _takes_the_last(plan, observed, default_strategy(plan.service)):
         return given
     return _checked(plan, observed, state, evidence, passed=given, meanwhile=meanwhile)
 
@@ -243,7 +225,7 @@ def _checked(
             rejected = Rejected(
                 template_hash=wanted,
                 reason=check.reason,
-                message=_clipped(
+                message=clipped(
                     "The change would not start, so the serving pod was left as it is. Change the spec to try anew. "
                     f"Cause: {words}"
                 ),
@@ -272,13 +254,7 @@ def _is_rejected(plan: Plan, state: ReleaseState) -> bool:
 
 def _is_given(plan: Plan, live: ObservedChild, state: ReleaseState) -> bool:
     """Whether the workload has the template: as remembered, or since it was applied from this very manifest."""
-    return state.template_hash == template_hash(plan) or _is_applied(plan, live)
-
-
-def _is_applied(plan: Plan, live: ObservedChild) -> bool:
-    annotations = live.body["metadata"].get("annotations") or {}
-    ours = plan.workload["metadata"]["annotations"][PLAN_HASH_ANNOTATION]
-    return bool(annotations.get(PLAN_HASH_ANNOTATION) == ours)
+    return state.template_hash == template_hash(plan) or live.is_applied_from(plan.workload)
 
 
 def _is_complete(live: ObservedChild) -> bool:
@@ -296,7 +272,9 @@ def _is_overdue(plan: Plan, live: ObservedChild, observed: Observed, state: Rele
     good = state.last_good
     if good is None or good.template_hash == template_hash(plan) or good.pod_template_hash not in observed.templates:
         return False
-    if good.pod_template_hash == observed.template_hash or not counts(live).seen or not _is_applied(plan, live):
+    if good.pod_template_hash == observed.template_hash or not counts(live).seen:
+        return False
+    if not live.is_applied_from(plan.workload):
         return False
     conditions = {condition["type"]: condition for condition in live.status.get("conditions") or ()}
     late = conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded"
@@ -308,7 +286,7 @@ def _is_stuck_surging(plan: Plan, live: ObservedChild, observed: Observed) -> bo
     """Whether a pod that was added for a free device did not get it."""
     if _live_surge(plan, live) is None or needs_free_devices(plan.service) or _is_complete(live):
         return False
-    return any(not pod.scheduled and pod.unschedulable_message for pod in current_pods(observed))
+    return any(not pod.scheduled and pod.unschedulable_message for pod in observed.current_pods)
 
 
 def _live_surge(plan: Plan, live: ObservedChild) -> Strategy | None:
@@ -350,71 +328,3 @@ def _begun(plan: Plan, state: ReleaseState, now: float) -> ReleaseState:
     if state.template_hash == wanted and state.rejected is None:
         return replace(state, check_job=None, check_waits=None)
     return started(wanted, now, last_good=state.last_good)
-
-
-# Manifests ----------------------------------------------------------------------------------------------------------
-
-
-def _default(plan: Plan) -> Strategy:
-    return default_strategy(plan.service)
-
-
-def _with_strategy(plan: Plan, strategy: Strategy | None) -> Manifest:
-    """The planned Deployment with another strategy; still of this plan, so it keeps the plan's hash."""
-    if strategy is None or strategy == _default(plan):
-        return plan.workload
-    spec = plan.workload["spec"]
-    rolling = {**spec["strategy"], "rollingUpdate": strategy.manifest()}
-    return {**plan.workload, "spec": {**spec, "strategy": rolling}}
-
-
-def _with_template(plan: Plan, template: Mapping[str, Any] | None) -> Manifest | None:
-    """The planned Deployment with another template, and so with another hash."""
-    if template is None:
-        return None
-    annotations = template["metadata"].get("annotations") or {}
-    # `kubectl rollout restart` is kubectl's: taken over by us it would go, and the pods with it, at the next change.
-    kept = {key: value for key, value in annotations.items() if not key.startswith("kubectl.kubernetes.io/")}
-    metadata = {
-        key: value for key, value in template["metadata"].items() if key not in ("annotations", "creationTimestamp")
-    }
-    if kept:
-        metadata["annotations"] = kept
-    spec = {**plan.workload["spec"], "template": {**template, "metadata": metadata}}
-    planned = plan.workload["metadata"]
-    stamp = {**planned["annotations"], PLAN_HASH_ANNOTATION: digest(spec)}
-    return {**plan.workload, "metadata": {**planned, "annotations": stamp}, "spec": spec}
-
-
-# Causes -------------------------------------------------------------------------------------------------------------
-
-
-def _cause(plan: Plan, observed: Observed, evidence: Evidence, now: float) -> str:
-    found = why_not_ready(plan, observed, now=now)
-    told = "" if found is None else f"{found.reason}: {end_of(found.message)}"
-    if evidence.log and evidence.log.strip():
-        log = f"The log ends: {end_of(evidence.log)}"
-        return f"{told} {log}" if told else f"no pod of it became ready. {log}"
-    return told or "no pod of it became ready."
-
-
-def _log_source(observed: Observed) -> LogSource | None:
-    """The container to ask, where its pod's status has no words of it."""
-    for pod in sorted(current_pods(observed), key=lambda pod: pod.name):
-        if pod.ready or not pod.scheduled:
-            continue
-        spoken = any(failure.message for failure in pod.failures)
-        if spoken or any(failure.exit_code is None for failure in pod.failures):
-            continue  # its words are known, or it never ran
-        failed = next(iter(pod.failures), None)
-        if failed is None:
-            return LogSource(pod=pod.name, container=CONTAINER, previous=False)
-        return LogSource(pod=pod.name, container=failed.container, previous=failed.restart_count > 0)
-    return None
-
-
-def _clipped(message: str) -> str:
-    if len(message) <= MAX_REMEMBERED:
-        return message
-    head = MAX_REMEMBERED - MAX_CAUSE
-    return f"{message[:head].rstrip()} … {message[-(MAX_CAUSE - 3) :].lstrip()}"

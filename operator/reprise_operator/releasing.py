@@ -1,7 +1,7 @@
 """The I/O of a release: the answers to its questions, the Job of its check, and what is remembered before it acts.
 
-What is decided is in release.py. `Releaser.look` → `decide_release` → `Releaser.check` before the workload is applied,
-`Releaser.prune` after it.
+What is decided is in release.py: `Releaser.decide` asks it before the workload is applied, `Releaser.prune` clears up
+after it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reprise_operator.bodies import observed_pod
 from reprise_operator.checks import Check, CheckState, outcome_of
 from reprise_operator.children.accelerator import resource_name
 from reprise_operator.children.check_job import check_job_name
-from reprise_operator.cluster import ApplyOutcome, Cluster
+from reprise_operator.cluster import Cluster
 from reprise_operator.devices import free_pods
 from reprise_operator.diagnosis import Diagnosis, State
 from reprise_operator.naming import CHECK_LABEL, child_name, selector_labels
-from reprise_operator.observe import observed_pod
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
-from reprise_operator.release import Evidence, Release, decide_release, questions, template_hash
+from reprise_operator.release import Evidence, Release, decide_release, questions
+from reprise_operator.release_manifests import template_hash
 from reprise_operator.release_state import read_state
+from reprise_operator.server_side_apply import ApplyOutcome
 from reprise_operator.settings import Settings
 
 logger = logging.getLogger(__name__)

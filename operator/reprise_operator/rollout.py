@@ -1,4 +1,4 @@
-"""(Plan, Observed, what was applied) → actions. Pure: decides, while cluster.py executes."""
+"""(Plan, Observed, what was applied) → actions. Pure: decides, while executor.py executes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChildKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """The API server's answer to our last apply of one child, kept by cluster.py in memory.
+    """The API server's answer to our last apply of one child, kept in memory (service_memory.py).
 
     While the child still looks like that answer and the manifest is the same, applying again would change nothing.
     After an operator restart there is none, and each child is applied once.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from reprise_operator.children.load import GAUGES, RESOURCES, default_target, is_series_name
-from reprise_operator.resource import AutoscalingSpec, Spec, SpecError
+from reprise_operator.resource import SpecError
+from reprise_operator.spec_types import AutoscalingSpec, Spec
 
 
 def check_autoscaling(spec: Spec) -> None:

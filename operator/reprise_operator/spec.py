@@ -21,17 +21,14 @@ from reprise_operator.resource import (
     UID,
     ClaimModel,
     FetchedModel,
-    GatewaySpec,
     HostPathModel,
     Identity,
     InferenceService,
     ModelSource,
-    ModelSpec,
-    Runtime,
-    Spec,
     SpecError,
 )
 from reprise_operator.scaling_rules import check_autoscaling, check_disruption
+from reprise_operator.spec_types import GatewaySpec, ModelSpec, Runtime, Spec
 
 __all__ = [
     "MAX_CACHED_MODEL_LEN",

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from reprise_operator.conditions import AS_SPECIFIED, Condition
-from reprise_operator.diagnosis import current_pods
 from reprise_operator.observed import EngineMetrics, Observed, ObservedPod
 from reprise_operator.plan import Plan
 
@@ -30,7 +29,7 @@ class Difference:
 
 def specified_condition(plan: Plan, observed: Observed) -> Condition:
     """AsSpecified, of the ready pods of the present template: what an older one does, the older spec had asked for."""
-    pods = sorted((pod for pod in current_pods(observed) if pod.ready), key=lambda pod: pod.name)
+    pods = sorted((pod for pod in observed.current_pods if pod.ready), key=lambda pod: pod.name)
     told = [pod for pod in pods if pod.metrics is not None and _tells(pod.metrics)]
     if not told:
         message = "No ready pod of the present template reports what it runs with."

@@ -22,12 +22,13 @@ from reprise_operator.conditions import (
     Condition,
     merge,
 )
-from reprise_operator.diagnosis import Diagnosis, State, diagnose
+from reprise_operator.diagnosis import Diagnosis, State
 from reprise_operator.figures import engine_figures, prefix_cache_figures, serving_pods
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.naming import selector_string
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
+from reprise_operator.readiness import diagnose
 from reprise_operator.references import unresolved
 from reprise_operator.release import Release
 from reprise_operator.release_state import state_status

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from reprise_operator.kinds import WORKLOAD_KINDS
 from reprise_operator.naming import NAME_LABEL
@@ -40,6 +42,12 @@ def workload_of(plan: Plan, observed: Observed) -> ObservedChild | None:
     """The observed workload that the Plan names."""
     kind, name = plan.workload["kind"], plan.workload["metadata"]["name"]
     return next((child for child in observed.children if (child.kind, child.name) == (kind, name)), None)
+
+
+def workload_body(plan: Plan | None, observed: Observed) -> Mapping[str, Any] | None:
+    """Body of the workload that the Plan names, without a Plan of the one that is there; None where it is not ours."""
+    child = next(iter(workloads(observed)), None) if plan is None else workload_of(plan, observed)
+    return child.body if child is not None and child.owned else None
 
 
 def is_workload(child: ObservedChild) -> bool:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from reprise_engine.messages import SchedulerStats
 from reprise_engine.server.app import create_app
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.state import ServerState
-from reprise_operator.diagnosis import State, diagnose
+from reprise_operator.diagnosis import State
 from reprise_operator.exposition import parse_metrics
-from reprise_operator.observed import ContainerFailure, Observed, ObservedChild, ObservedPod
-from reprise_operator.plan import Plan, plan
-from reprise_operator.settings import ENGINE_PORT, Settings
-from reprise_operator.spec import parse
+from reprise_operator.plan import Plan
+from reprise_operator.readiness import diagnose
+from reprise_operator.settings import ENGINE_PORT
+from tests.support.factories import NOW, container, failing, failure, planned
 from tests.support.tiny_models import write_tokenizer
 
 RESOLVED = ResolvedConfig(
@@ -44,21 +43,8 @@ RESOLVED = ResolvedConfig(
     eos_token_ids=(1,),
     version="9.8.7",
 )
+CPU = {"accelerator": {"profile": "cpu"}}
 KEYED = {"auth": {"apiKeySecretRef": {"name": "keys"}}}
-
-
-def planned(**spec: Any) -> Plan:
-    body = {
-        "metadata": {"name": "svc", "namespace": "ns", "uid": "u1", "generation": 1},
-        "spec": {"model": {"uri": "hostpath:///models/m"}, "accelerator": {"profile": "cpu"}, **spec},
-    }
-    return plan(parse(body), Settings())
-
-
-def container(made: Plan) -> Mapping[str, Any]:
-    (only,) = made.workload["spec"]["template"]["spec"]["containers"]
-    found: Mapping[str, Any] = only
-    return found
 
 
 def test_every_figure_of_the_engine_is_read_by_the_operator() -> None:
@@ -84,7 +70,7 @@ def test_a_cache_that_is_off_is_seen_as_off() -> None:
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_a_path_that_the_server_answers_without_a_key(probe: str) -> None:
-    made = container(planned(**KEYED))
+    made = container(planned({**CPU, **KEYED}))
     get = made[probe]["httpGet"]
     state = ServerState(model="m", served_names=("m",), metrics=Metrics("m"))
     with TestClient(create_app(state, api_keys=("secret",))) as client:
@@ -96,7 +82,7 @@ def test_probes_ask_a_path_that_the_server_answers_without_a_key(probe: str) -> 
 
 
 def test_the_service_s_port_and_the_engine_s_are_one() -> None:
-    made = planned()
+    made = planned(CPU)
     args = container(made)["args"]
     assert args[args.index("--port") + 1] == str(ENGINE_PORT)
     (port,) = made.network_service["spec"]["ports"]
@@ -105,33 +91,8 @@ def test_the_service_s_port_and_the_engine_s_are_one() -> None:
 
 def diagnosed(made: Plan, words: str, *, exit_code: int) -> tuple[State, str, str]:
     """State, reason and message of a service whose one pod ended with these last words."""
-    failure = ContainerFailure(container="engine", reason="Error", message=words, exit_code=exit_code, restart_count=1)
-    pod = ObservedPod(
-        name="svc-1",
-        uid="p1",
-        ip=None,
-        phase="Running",
-        ready=False,
-        terminating=False,
-        template_hash="h",
-        started_at=0.0,
-        scheduled=True,
-        failures=(failure,),
-    )
-    children = tuple(
-        ObservedChild(
-            api_version=manifest["apiVersion"],
-            kind=manifest["kind"],
-            name=manifest["metadata"]["name"],
-            uid="c",
-            owned=True,
-            generation=1,
-            terminating=False,
-            body=manifest,
-        )
-        for manifest in made.children
-    )
-    found = diagnose(made, Observed(at=1.0, children=children, pods=(pod,), template_hash="h"), now=1.0)
+    crash = failure("Error", words=words, code=exit_code, restarts=1)
+    found = diagnose(made, failing(made, crash), now=NOW)
     return found.state, found.reason, found.message
 
 
@@ -170,7 +131,7 @@ def test_how_the_engine_ends_is_what_the_operator_reports(
     assert ended.returncode in {1, 2}
     words = termination_log.read_text() or ended.stderr[-2048:]
     assert "Traceback" not in ended.stderr
-    state, found, message = diagnosed(planned(), words, exit_code=ended.returncode)
+    state, found, message = diagnosed(planned(CPU), words, exit_code=ended.returncode)
     assert (state, found) == (State.STALLED, reason), words
     assert told in message
 
@@ -183,7 +144,8 @@ def test_each_error_that_ends_a_start_has_a_reason_of_its_own() -> None:
         if issubclass(cls, errors.RepriseError) and not issubclass(cls, errors.RequestError)
     }
     bases = {"RepriseError", "ModelError"}
-    later = {"EngineDead"}  # not at a start: the server is up, and the container is restarted
+    # Not at a start: the server is up, and its container is restarted, or it goes on.
+    later = {"EngineDead", "EngineStopped", "SlowReader"}
     fetching = {name for name in fatal if issubclass(getattr(errors, name), errors.FetchError)}  # test_fetch_argv.py
     assert fatal - bases - later - fetching == {
         *("ConfigError", "InsufficientMemory", "OutOfMemory"),

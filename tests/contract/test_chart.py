@@ -14,8 +14,8 @@ import yaml
 
 from reprise_operator.options import parse_options
 from reprise_operator.settings import ENGINE_PORT, Settings
-from tests.operator.factories import planned
 from tests.support.apiserver import ApiServer
+from tests.support.factories import planned
 from tests.support.kubectl import Kubectl
 
 PROJECT = Path(__file__).resolve().parents[2]

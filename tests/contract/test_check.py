@@ -13,8 +13,7 @@ from reprise_engine.entrypoints.arguments import build_parser, server_options
 from reprise_operator.checks import CheckState, outcome_of
 from reprise_operator.children.check_job import check_args
 from reprise_operator.children.vllm_check import SCRIPT
-from tests.operator.factories import planned, pod
-from tests.operator.failures import failure
+from tests.support.factories import failure, planned, pod
 
 
 @pytest.mark.parametrize("spec", [{}, {"accelerator": {"profile": "cpu"}}, {"model": {"maxModelLen": 4096}}])
@@ -36,7 +35,7 @@ def test_an_engine_without_the_command_is_told_from_one_that_refuses() -> None:
     )
     words = done.stderr.replace("'chekc'", "'check'")
     body = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
-    seen = [pod("c", ready=False, failures=[failure("Error", words=words, code=done.returncode)])]
+    seen = [pod("c", ready=False, failures=[failure("Error", words=words, code=done.returncode, restarts=3)])]
     assert outcome_of(body, seen).state is CheckState.PASSED
 
 

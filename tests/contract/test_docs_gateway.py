@@ -14,7 +14,7 @@ from reprise_operator.children.picker import engine_block_size
 from reprise_operator.kinds import HTTP_ROUTES, INFERENCE_POOLS, POD_MONITORS
 from reprise_operator.options import parse_options
 from reprise_operator.spec import parse
-from tests.operator.factories import body
+from tests.support.factories import body
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "gateway.md").read_text()

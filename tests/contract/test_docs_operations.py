@@ -13,7 +13,7 @@ import yaml
 
 from reprise_operator.metrics import OperatorMetrics
 from tests.contract.test_chart import CHART
-from tests.operator.factories import planned
+from tests.support.factories import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "operations"
@@ -33,7 +33,7 @@ def constants(node: ast.expr | None) -> Iterator[str]:
 
 def reasons_of(tree: ast.AST) -> Iterator[str]:
     """`reason=…` of any call but of a ContainerFailure (the kubelet's) and a Happening (an event's); the first argument
-    of _stalled and SpecError, the second of figures.condition; the first of a pair whose second is a compiled pattern
+    of stalled and SpecError, the second of figures.condition; the first of a pair whose second is a compiled pattern
     (the engine's last words); and the members of a StrEnum."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -41,7 +41,7 @@ def reasons_of(tree: ast.AST) -> Iterator[str]:
             for keyword in node.keywords:
                 if keyword.arg == "reason" and name not in ("ContainerFailure", "Happening"):
                     yield from constants(keyword.value)
-            place = {"_stalled": 0, "SpecError": 0, "condition": 1}.get(name)
+            place = {"stalled": 0, "SpecError": 0, "condition": 1}.get(name)
             if place is not None and len(node.args) > place:
                 yield from constants(node.args[place])
         elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and "re.compile" in ast.unparse(node.elts[1]):

@@ -16,7 +16,8 @@ from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.kv_events.wire import INT_HASHES_VARIABLE, _Cleared, _Removed, _Stored
 from reprise_engine.server.metrics import Metrics
-from reprise_engine.server.protocol import MAX_SALT_LENGTH, PinBody
+from reprise_engine.server.protocol import MAX_SALT_LENGTH
+from reprise_engine.server.protocol_admin import PinBody
 from reprise_engine.server.routes import admin, operations
 
 TEXT = (Path(__file__).parents[2] / "docs" / "prefix-cache.md").read_text(encoding="utf-8")

@@ -55,8 +55,8 @@ def test_every_reason_is_one_that_the_operator_or_the_schema_gives(reason: str) 
 
 
 def test_every_reason_that_needs_a_person_is_explained() -> None:
-    stalled = set(re.findall(r'_stalled\(\s*"([A-Za-z]+)"', OPERATOR)) | {"NotSupported", "InvalidSpec"}
-    by_last_words = re.search(r"_LAST_WORDS = \((.*?)\n\)", OPERATOR, re.DOTALL)
+    stalled = set(re.findall(r'\bstalled\(\s*"([A-Za-z]+)"', OPERATOR)) | {"NotSupported", "InvalidSpec"}
+    by_last_words = re.search(r"LAST_WORDS = \((.*?)\n\)", OPERATOR, re.DOTALL)
     assert by_last_words is not None
     stalled |= set(re.findall(r'\(\s*"([A-Za-z]+)",', by_last_words[1]))
     assert len(stalled) > 10, "the pattern no longer finds them"

@@ -12,8 +12,8 @@ from reprise_engine.entrypoints.fetch import EXIT_CODES
 from reprise_engine.errors import RepriseError
 from reprise_engine.fetch.uri import BucketModel, HubModel, ModelUri, parse_uri
 from reprise_operator.children.fetch import CREDENTIALS, FSGROUP
-from reprise_operator.diagnosis import _LAST_WORDS
 from reprise_operator.plan import plan
+from reprise_operator.pod_failures import LAST_WORDS
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
 
@@ -62,7 +62,7 @@ def test_the_engine_reads_the_file_that_is_fetched() -> None:
 
 
 def test_every_error_of_a_fetch_has_a_reason_in_the_status() -> None:
-    reasons = {name for name, _ in _LAST_WORDS}
+    reasons = {name for name, _ in LAST_WORDS}
     named: set[type[RepriseError]] = set(EXIT_CODES)
     assert {kind.__name__ for kind in named} - {"ConfigError"} <= reasons
     assert "InvalidArguments" in reasons, "a ConfigError"

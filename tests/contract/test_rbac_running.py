@@ -148,8 +148,8 @@ def test_the_chart_grants_what_a_life_takes_and_no_more(kubectl: Kubectl, tmp_pa
     roles = bound_roles(manifests)
     log = tmp_path / "operator.log"
     with applied(kubectl, manifests), recording(as_account(kubectl, tmp_path), folder=tmp_path) as wire:
-        arguments = arguments_of(values)
-        with ended(Process(wire.kubeconfig, log, *arguments, "--scrape-seconds=3")) as operator:
+        arguments = (*arguments_of(values), "--scrape-seconds=3", "--discovery-seconds=3")
+        with ended(Process(wire.kubeconfig, log, *arguments)) as operator:
             operator.wait_leading()
             Story(kubectl=kubectl).tell()
             assert operator.stop() < 10

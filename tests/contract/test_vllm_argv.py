@@ -11,7 +11,7 @@ from reprise_operator.plan import plan
 from reprise_operator.settings import ENGINE_PORT, Settings
 from reprise_operator.spec import RESERVED_FLAGS, parse
 from tests.contract.vllm_parser import missing, real_answers, recorded, recorded_parser
-from tests.operator.factories import merged
+from tests.support.factories import merged
 
 Spec = dict[str, Any]
 PLAINEST: Spec = {

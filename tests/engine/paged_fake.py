@@ -15,9 +15,17 @@ from reprise_engine.config import SchedulerConfig
 from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
 from reprise_engine.kv.tiering import Tiering
 from reprise_engine.loop import EngineCore, KVEventSink
-from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams, TokenId
+from reprise_engine.request import (
+    EngineRequest,
+    FinishReason,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+)
 from reprise_engine.scheduler import Scheduler
-from reprise_engine.step import BlockId, SlotId, Step, StepResult
+from reprise_engine.step import BlockId, ScheduledRequest, SlotId, Step, StepResult
 from reprise_engine.tiers.disk_tier import DiskCounters, DiskDone
 from reprise_engine.tiers.host import HostSlots, TierBlock
 from reprise_engine.tiers.keys import BlockKey
@@ -54,7 +62,9 @@ def expected_output(
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
     output: list[TokenId] = []
     while True:
-        token = next_token(kv_values(tokens), sorted(stops) if len(output) < sampling.min_tokens else ())
+        forbidden = stops.copy() if len(output) < sampling.min_tokens else set()
+        forbidden |= {word[-1] for word in sampling.bad_words_token_ids if (*output, word[-1])[-len(word) :] == word}
+        token = next_token(kv_values(tokens), sorted(forbidden))
         output.append(token)
         tokens.append(token)
         if token in stops:
@@ -111,8 +121,18 @@ class PagedFakeRunner:
             for part in step.requests
             if part.samples
         }
+        scores = {part.request_id: self._scores(part) for part in step.requests if part.scored}
         seconds = self.transfer_seconds * (len(step.stores) + len(step.loads))
-        return StepResult(step_id=step.step_id, sampled=sampled, transfer_seconds=seconds)
+        return StepResult(step_id=step.step_id, sampled=sampled, prompt_logprobs=scores, transfer_seconds=seconds)
+
+    def _scores(self, part: ScheduledRequest) -> tuple[TokenLogprobs, ...]:
+        """The "log-probability" of a token is the KV of the position before it."""
+        first = part.start + part.scored_from
+        values = self.read(part.block_table, first + len(part.scored))[first:]
+        return tuple(
+            TokenLogprobs(token_id=token, logprob=-float(value), rank=1)
+            for token, value in zip(part.scored, values, strict=True)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +195,9 @@ class FakeDisk:
 
     def wait(self, seconds: float) -> None:
         """Nothing ends by waiting."""
+
+    def hurry(self, seconds: float) -> None:
+        """There are no others."""
 
     def clear(self) -> int:
         for done, _, _ in [one for one in self.pending if not one[0].is_read]:
@@ -348,6 +371,12 @@ class World:
         expected, reason = expected_output(self.requests[request_id])
         outputs = self.outputs[request_id]
         assert self.tokens(request_id) == expected
+        prompt = self.requests[request_id].prompt_token_ids
+        scores = [(score.token_id, score.logprob) for output in outputs for score in output.prompt_logprobs]
+        if self.requests[request_id].sampling.prompt_logprobs is None:
+            assert scores == []
+        else:
+            assert scores == [(token, -value) for token, value in zip(prompt[1:], kv_values(prompt), strict=False)]
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [reason]
         prompt_length = len(self.requests[request_id].prompt_token_ids)
         assert {output.prompt_tokens for output in outputs} == {prompt_length}

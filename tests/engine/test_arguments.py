@@ -32,6 +32,8 @@ def test_the_defaults_are_vllms() -> None:
     assert default.engine.model.max_model_len is None
     assert (default.engine.model.dtype, default.engine.device) == ("auto", "auto")
     assert default.api_keys == ()
+    # Not vLLM's: there both are off. The chat template says whether there is anything to parse.
+    assert (default.auto_tool_choice, default.tool_call_parser, default.reasoning_parser) == (True, "auto", "auto")
 
 
 def test_every_flag_reaches_its_field() -> None:
@@ -45,8 +47,10 @@ def test_every_flag_reaches_its_field() -> None:
         *("--shutdown-timeout", "3", "--uvicorn-log-level", "debug", "--prefix-caching-hash-algo", "sha256_cbor"),
         *("--prefix-cache-pin-budget", "12", "--warmup-prompts", "w.jsonl", "--warmup-timeout", "7"),
         *("--enable-prompt-tokens-details", "--tensor-parallel-size", "1"),
+        *("--no-enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning_parser=qwen3"),
         environment={"REPRISE_API_KEY": "k1\nk2"},
     )
+    assert (made.auto_tool_choice, made.tool_call_parser, made.reasoning_parser) == (False, "hermes", "qwen3")
     model, cache, scheduler = made.engine.model, made.engine.cache, made.engine.scheduler
     assert (model.tokenizer, model.revision, model.dtype, model.max_model_len, model.seed) == (
         *("t", "r", "float16"),
@@ -136,8 +140,9 @@ def test_values_that_cannot_be_honoured_are_config_errors(arguments: list[str], 
         (["m", "extra"], "unknown argument 'extra'"),
         (["m", "--enable-prefix"], "unknown argument '--enable-prefix'"),  # no abbreviations
         (["m", "--max-num-batched", "5"], "unknown argument"),
-        (["m", "--tool-call-parser", "hermes"], "--tool-call-parser is not supported: tool calling"),
-        (["m", "--reasoning_parser=qwen3"], "--reasoning-parser is not supported"),
+        (["m", "--tool-call-parser", "mistral"], "argument --tool-call-parser: invalid choice: 'mistral'"),
+        (["m", "--reasoning_parser=r1"], "argument --reasoning-parser: invalid choice: 'r1'"),
+        (["m", "--tool-parser-plugin", "x.py"], "--tool-parser-plugin is not supported: the formats"),
         (["m", "--kv-events-config", "on"], "'on' is not valid JSON"),
         (["m", "--port", "70000"], "'70000' is not a port"),
         (["m", "--dtype", "int3"], "invalid choice: 'int3'"),

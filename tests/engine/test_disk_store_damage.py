@@ -139,6 +139,42 @@ def test_damage_is_warned_of_once_a_minute(folder: Path, store: DiskStore, caplo
     assert "damaged and is deleted, not served" in message
 
 
+# What is not ours, in a record's place
+
+
+def test_a_folder_in_a_records_place_costs_that_record_only(
+    folder: Path, store: DiskStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    record_file(folder, 1).mkdir(parents=True)
+    record_file(folder, 2).parent.write_bytes(b"a file in the place of a folder of records")
+    for number in (1, 2):
+        assert not put(store, number)
+    assert put(store, 0), "the other records wait for the one that has no place"
+    assert get(store, 0) == block(0).payload
+    assert (store.stats().failures, store.stats().records) == (2, 1)
+    assert temporary_files(folder) == []
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"cannot write {record_file(folder, 1)}: something else is there" in warning
+    record_file(folder, 1).rmdir()
+    assert put(store, 1)
+    with closing(open_store(folder)) as other:
+        assert other.stats().records == 2
+
+
+def test_a_folder_that_took_a_records_place_is_forgotten(folder: Path, store: DiskStore) -> None:
+    with closing(open_store(folder)) as other:
+        put(store, 1)
+        put(other, 2)
+        record_file(folder, 1).unlink()
+        record_file(folder, 1).mkdir()
+        assert get(store, 1) is None
+        assert not has(store, 1)
+        assert put(store, 3), "writes wait for what cannot be deleted"
+        assert put(other, 4)
+        assert other.stats().records == 3, "the others count what is not there"
+        assert record_file(folder, 1).is_dir()
+
+
 # A disk that is full
 
 

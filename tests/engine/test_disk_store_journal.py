@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,6 +101,23 @@ def test_only_one_holds_it(opened: Callable[[], Journal], monkeypatch: pytest.Mo
     with one.locked(), pytest.raises(TimeoutError, match="another process has held its lock"):
         news(two)
     assert news(two) == []
+
+
+def test_at_the_end_the_lock_is_waited_for_only_so_long(opened: Callable[[], Journal]) -> None:
+    one, two = opened(), opened()
+    begun = time.monotonic()
+    hurry = threading.Timer(0.2, two.hurry, args=(0.2,))  # while it waits already
+    hurry.start()
+    with one.locked():
+        with pytest.raises(TimeoutError, match="another process has held its lock"):
+            news(two)
+        assert 0.4 <= time.monotonic() - begun < 5.0
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            news(two)
+        assert time.monotonic() - begun < 0.2
+    hurry.join()
+    assert news(two) == [], "a lock that is free is not asked for"
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +78,26 @@ def test_a_repeated_prompt_is_found_in_the_cache_unless_caching_is_off() -> None
     assert None not in explained
     assert warm.reset_prefix_cache()
     assert warm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_an_empty_cache_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"prefix_cache_dir is empty; give a folder, or None"):
+        make_llm(prefix_cache_dir="")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_ends_soon_though_another_process_has_locked_the_cache_folder(tmp_path: Path) -> None:
+    llm = make_llm(prefix_cache_dir=tmp_path)
+    journal = os.open(tmp_path / "reprise-kv-v1" / "journal", os.O_RDWR)
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        llm.generate(list(range(10, 50)), GREEDY)
+        begun = time.monotonic()
+        llm.close()
+        assert time.monotonic() - begun < 4.0, "it waits for the lock as long as for the disk"
+    finally:
+        os.close(journal)
 
 
 def test_a_seed_repeats_and_requests_without_one_differ(llm: LLM) -> None:

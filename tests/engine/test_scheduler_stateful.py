@@ -34,6 +34,8 @@ SAMPLINGS = st.builds(
     lengths=st.tuples(st.integers(0, 3), st.integers(1, 12)),
     stop_token_ids=st.sampled_from([(), (3,), (3, 10, 20, 30, 40)]),
     skip_reading_prefix_cache=st.sampled_from([False, False, False, True]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    bad_words_token_ids=st.sampled_from([(), (), ((3,), (1, 2))]),
 )
 
 
@@ -264,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             world.check_finished(request_id)
             cached = world.cached(request_id)
-            if request.sampling.skip_reading_prefix_cache or not world.scheduler.kv.enable_prefix_caching:
+            if not request.sampling.reads_prefix_cache or not world.scheduler.kv.enable_prefix_caching:
                 assert cached == 0
             else:
                 queries += len(request.prompt_token_ids)

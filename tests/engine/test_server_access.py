@@ -107,6 +107,17 @@ def test_a_line_tells_who_asked_for_what_and_what_was_cached(
     assert (models["path"], models["status"]) == ("/v1/models", "200")
 
 
+def test_a_response_has_its_figures_in_the_log(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        body = {"input": "a", "max_output_tokens": 2}
+        answer = server.client.post("/v1/responses", json=body, headers=BEARER).json()
+    [line] = access_lines(caplog)
+    assert (line["path"], line["status"]) == ("/v1/responses", "200")
+    assert line["id"] == answer["id"].removeprefix("resp_")
+    usage = answer["usage"]
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (str(usage["input_tokens"]), "2")
+
+
 def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_server(fake_options(tmp_path, builder="build_slow")) as server, caplog.at_level(logging.INFO):
         with raw_http.connect(server.url) as connection:

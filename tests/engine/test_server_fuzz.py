@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse
 
 from reprise_engine.server.errors import error_body
 from reprise_engine.server.http_options import HttpOptions
-from reprise_engine.server.protocol import ChatCompletionBody, CompletionBody
+from reprise_engine.server.protocol import CompletionBody
+from reprise_engine.server.protocol_chat import ChatCompletionBody
+from reprise_engine.server.protocol_responses import ResponsesBody
 from tests.support import raw_http
 from tests.support.engine_server import RunningServer, fake_options, running_server
 
@@ -25,8 +27,9 @@ KEY = "k"
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 PATHS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
 }
 
 
@@ -54,7 +57,7 @@ def test_bodies_by_the_openapi_document_meet_no_server_error(server: RunningServ
     schema = schemathesis.openapi.from_dict(server.client.get("/openapi.json", headers=HEADERS).json())
     schema.config.update(base_url=server.url)
     operations = [found.ok() for found in schema.get_all_operations()]
-    assert {"/v1/chat/completions", "/tokenize", "/health"} <= {operation.path for operation in operations}
+    assert {*PATHS, "/tokenize", "/health"} <= {operation.path for operation in operations}
     # schemathesis leaves sessions of its own to the garbage collector, and so their sockets.
     with requests.Session() as session:
         for operation in operations:
@@ -76,7 +79,8 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = sorted({*ChatCompletionBody.model_fields, *CompletionBody.model_fields, "tools", "logit_bias", "user"} - {"n"})
+BODIES = (ChatCompletionBody, CompletionBody, ResponsesBody)
+FIELDS = sorted({"user", *(name for body in BODIES for name in body.model_fields)} - {"n"})
 
 
 @settings(FUZZ, max_examples=200)
@@ -85,7 +89,7 @@ FIELDS = sorted({*ChatCompletionBody.model_fields, *CompletionBody.model_fields,
     fields=st.dictionaries(st.sampled_from(FIELDS) | TEXT, ANYTHING, max_size=4),
 )
 def test_any_value_in_any_field_is_served_or_refused(server: RunningServer, path: str, fields: dict[str, Any]) -> None:
-    content = json.dumps({"max_tokens": 2} | PATHS[path] | fields)
+    content = json.dumps(PATHS[path] | fields)
     check(server.client.post(path, content=content, headers=HEADERS))
 
 

@@ -20,6 +20,7 @@ from tests.support import raw_http
 from tests.support.engine_server import RunningServer, fake_options, running_server
 
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 LIMIT = 4096
 BODY = {"prompt": "a", "max_tokens": 1}
 
@@ -203,7 +204,9 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(tmp_path: Path) -> No
         sdk = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0))
         with pytest.raises(openai.RateLimitError):
             sdk.completions.create(model="counter", prompt="a")
-        eventually(server.client, "reprise:requests_refused_total", lambda number: number == 2)
+        with pytest.raises(openai.RateLimitError):
+            sdk.responses.create(model="counter", input="a")
+        eventually(server.client, "reprise:requests_refused_total", lambda number: number == 3)
         assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams), "what runs is left alone"
         assert waiting.recv(100).startswith(b"HTTP/1.1 200")
         assert server.client.post(COMPLETIONS, json=BODY).status_code == 200
@@ -233,6 +236,26 @@ def test_an_answer_that_takes_too_long_is_cut_off_and_its_sequences_end(tmp_path
         eventually(server.client, "vllm:num_requests_running", lambda running: running == 0, seconds=2)
         eventually(server.client, 'vllm:request_success_total{engine="0",finished_reason="abort"', lambda n: n == 3)
         assert server.client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+def test_a_response_that_takes_too_long_is_cut_off_like_a_completion(tmp_path: Path) -> None:
+    options = fake_options(
+        tmp_path, builder="build_slow", chat_template="z{", http=HttpOptions(request_timeout=0.6)
+    )  # the template writes "{" whatever is said: the fake model then goes on for 255 tokens
+    with running_server(options) as server:
+        body = {"input": "a", "max_output_tokens": 190}
+        response = server.client.post(RESPONSES, json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
+        streamed = server.client.post(RESPONSES, json=body | {"stream": True})
+        assert streamed.status_code == 200
+        *_, delta, last = streamed.text.removesuffix("\n\n").split("\n\n")
+        assert delta.startswith("event: response.output_text.delta\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_timeout", "no [DONE] in this API"
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as sdk:
+            stream = sdk.responses.create(model="counter", input="a", max_output_tokens=190, stream=True)
+            with pytest.raises(openai.APIError, match=r"not complete within 0\.6 s"):
+                list(stream)
+        eventually(server.client, "vllm:num_requests_running", lambda running: running == 0, seconds=2)
 
 
 # --- clients that go away, or do not read (fault 11)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from reprise_engine.text import load_tokenizer
 from tests.support.engine_server import RunningServer, fake_options, running_server
@@ -75,7 +77,18 @@ def test_five_hundred_streams_are_open_at_once_and_each_is_whole(tmp_path: Path)
         assert (text, reason) == (alphabet[start : start + TOKENS], "length")
 
 
-def test_long_texts_do_not_block_the_event_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "field", "others"),
+    [
+        ("/v1/completions", "prompt", {}),
+        ("/v1/responses", "input", {}),
+        ("/v1/completions", "bad_words", {"prompt": [97] * 1000}),
+    ],
+    ids=["completions", "responses", "bad_words"],
+)
+def test_long_texts_do_not_block_the_event_loop(
+    tmp_path: Path, path: str, field: str, others: dict[str, object]
+) -> None:
     """Up to a million tokens, others are served meanwhile: the loop waits for a small part of their cost at most."""
     text = "long text " * 1000
     tokenizer = load_tokenizer(write_model(tmp_path / "copy"))
@@ -89,9 +102,13 @@ def test_long_texts_do_not_block_the_event_loop(tmp_path: Path) -> None:
     with running_server(fake_options(tmp_path / "m")) as server:
         server.client.post("/tokenize", json={"prompt": "a"}).raise_for_status()
         with probing(server.loop) as probe:
-            answer = server.client.post("/v1/completions", json={"prompt": text})
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert f"The prompt has {len(token_ids)} tokens" in answer.json()["error"]["message"]
+            value = [text] if field == "bad_words" else text
+            answer = server.client.post(path, json={field: value, **others})
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        told = re.match(r"The prompt has (\d+) tokens", error["message"])
+        assert told is not None
+        assert field == "bad_words" or int(told[1]) >= len(token_ids)
         assert probe.ticks > 10
         assert probe.busy < cost / 4
         assert probe.blocked < cost / 2

@@ -14,7 +14,7 @@ from reprise_operator.kinds import OPTIONAL_TYPES
 from reprise_operator.plan import plan
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
-from tests.operator.factories import UID
+from tests.support.factories import UID
 
 PROJECT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).parent / "data"

@@ -9,20 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reprise_operator.observed import ContainerFailure, Observed, ObservedPod
+from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan, plan
 from reprise_operator.spec import SpecError, identity_of, parse
 from reprise_operator.status import build_status
-from tests.operator.factories import (
+from tests.support.factories import (
     NOT_READY,
     NOW,
     OLD,
     SETTINGS,
     body,
     deployment_status,
+    failure,
     metrics,
     observed,
     pod,
+    settled_status,
     window,
 )
 
@@ -97,9 +99,9 @@ class _Life:
         self.see(name, kstatus, argo)
 
 
-INIT_FAILS = ContainerFailure(container="fetch", reason="CrashLoopBackOff", message="no route", exit_code=1, init=True)
-NO_IMAGE = ContainerFailure(container="engine", reason="ImagePullBackOff", message="not found")
-NONE = deployment_status(replicas=0, updated=0, ready=0, available=0)
+INIT_FAILS = failure("CrashLoopBackOff", words="no route", code=1, container="fetch", init=True)
+NO_IMAGE = failure("ImagePullBackOff", words="not found")
+NONE = settled_status(0)
 
 
 def whole_life() -> list[Step]:

@@ -17,11 +17,12 @@ from reprise_operator.cluster import Cluster, Key
 from reprise_operator.discovery import OptionalKinds
 from reprise_operator.events import Recorder
 from reprise_operator.kinds import ResourceType
+from reprise_operator.log_tails import LogTails
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.mounts import MountReader
-from reprise_operator.observe import Scraper
 from reprise_operator.reconcile import Reconciler
 from reprise_operator.rotation import ReferenceKey, ReferenceReader
+from reprise_operator.scraper import Scraper
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
@@ -101,12 +102,25 @@ class Bench:
     async def reconcile(self) -> float | None:
         return await self.reconciler(self.key)
 
+    def restart(self) -> None:
+        """What a restart of the operator forgets."""
+        self.reconciler.memories.clear()
+        self.reconciler.logs = LogTails()
+
     async def writes(self) -> list[tuple[str, str]]:
         """What one pass writes, events included."""
         self.requests.clear()
         with contextlib.suppress(Retry):
             await self.reconcile()
         return [request for request in self.requests if request[0] in WRITES]
+
+    async def writes_of_passes(self, passes: int) -> list[tuple[str, str]]:
+        """What so many passes write, each half a minute after the one before."""
+        written = []
+        for _ in range(passes):
+            self.clock.now += 30
+            written += await self.writes()
+        return written
 
     async def settle(self) -> None:
         """Passes until one writes nothing."""

@@ -8,7 +8,7 @@ import pytest
 
 from reprise_operator.children.profiles import PROFILES
 from reprise_operator.spec import SpecError, parse
-from tests.operator.factories import body, container, merged, planned
+from tests.support.factories import body, container, merged, planned
 
 VLLM = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 4096}}
 

@@ -13,22 +13,18 @@ from reprise_operator.cache_effect import MISS_REASONS, Effect
 from reprise_operator.observed import ObservedPod
 from reprise_operator.spec import SpecError, identity_of
 from reprise_operator.status import build_status
-from tests.operator.factories import (
+from tests.support.factories import (
     NOW,
-    READY,
     SETTINGS,
     body,
-    conditions,
-    deployment_status,
-    kstatus,
-    message,
     metrics,
     observed,
     planned,
     pod,
-    status_of,
+    settled_status,
     window,
 )
+from tests.support.statuses import READY, conditions, kstatus, message, status_of
 
 
 def served(
@@ -46,7 +42,7 @@ def status(
     replicas = len(pairs)
     plan = planned({"replicas": replicas, **(spec or {})})
     hits = window().observe([before for before, _ in pairs]).observe([after for _, after in pairs])
-    figures = deployment_status(replicas=replicas, updated=replicas, ready=replicas, available=replicas)
+    figures = settled_status(replicas)
     return status_of(plan, observed(plan, *(after for _, after in pairs), status=figures), previous, hits=hits)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reprise_operator.changes import told_changes, what_changed
-from tests.operator.factories import merged, planned
+from tests.support.factories import merged, planned
 
 
 def deployment(spec: Mapping[str, Any] | None = None, **live: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from reprise_operator.children.profiles import PROFILES
 from reprise_operator.naming import child_name, selector_labels
 from reprise_operator.plan import Plan
 from reprise_operator.spec import identity_of
-from tests.operator.factories import SETTINGS, body, container, planned
+from tests.support.factories import SETTINGS, body, container, planned
 
 CPU = {"accelerator": {"profile": "cpu"}}
 VLLM = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 32_768}}

@@ -13,7 +13,7 @@ from reprise_operator.plan import Plan, plan
 from reprise_operator.resource import FetchedModel
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
-from tests.operator.factories import SETTINGS, body, container, planned
+from tests.support.factories import SETTINGS, body, container, planned
 
 HUB = {"model": {"uri": "hf://Qwen/Qwen3-8B"}}
 FOLDER = f"/model/{fetched_folder(FetchedModel(scheme='hf', location='Qwen/Qwen3-8B'))}"

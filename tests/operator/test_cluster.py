@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from kubernetes.aio.client import Configuration
 
 from reprise_operator.api import Api, ClusterError, Fault, load_connection
-from reprise_operator.cluster import ApplyOutcome, Cluster, Key, merge_difference
+from reprise_operator.cluster import Cluster, Key, merge_difference
 from reprise_operator.kinds import ResourceType
 from reprise_operator.leader import Leadership, LeadershipLost, LeaseTimes
 from reprise_operator.naming import OWNER_UID_LABEL
 from reprise_operator.observed import ObservedChild
+from reprise_operator.server_side_apply import ApplyOutcome
 from tests.support.apiserver import ApiServer
 from tests.support.kubectl import Kubectl
 

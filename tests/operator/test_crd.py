@@ -16,14 +16,15 @@ from reprise_operator.children.profiles import PROFILES
 from reprise_operator.kinds import FOREIGN_TYPES
 from reprise_operator.plan import plan as make_plan
 from reprise_operator.release_state import LastGood, Rejected, started, state_status
-from reprise_operator.resource import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.settings import GROUP, KIND, PLURAL, VERSION
 from reprise_operator.spec import RESERVED_FLAGS, RESERVED_PATTERN, parse
+from reprise_operator.spec_types import DURATION_PATTERN, HOSTNAME_PATTERN, Spec
 from reprise_operator.tuning import MemoryEnd, lowered
 from tests.contract.apiserver.replay import client_of, install_definitions
-from tests.operator.factories import NOW, SETTINGS, UID, merged, metrics, observed, planned, pod, status_of, window
 from tests.operator.golden import inputs, output
 from tests.support.apiserver import ApiServer
+from tests.support.factories import NOW, SETTINGS, UID, merged, metrics, observed, planned, pod, window
+from tests.support.statuses import status_of
 
 PROJECT = Path(__file__).resolve().parents[2]
 CRD_FILE = PROJECT / "crds" / "serving.reprise.io_inferenceservices.yaml"

@@ -253,7 +253,7 @@ def test_an_outage_longer_than_the_lease_ends_the_process_and_the_next_one_waits
             away.on = False
             second.wait_leading(within=90)
             kubectl.patch("inferenceservice", "qwen", {"spec": {"model": {"maxModelLen": 1116}}})
-            eventually(lambda: runs_with(kubectl, 1116), "it works", within=20)
+            eventually(lambda: runs_with(kubectl, 1116), "it works", within=60)
     kubectl.delete("inferenceservice", "qwen")
 
 

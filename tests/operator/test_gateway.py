@@ -18,21 +18,9 @@ from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan, plan
 from reprise_operator.settings import Settings
 from reprise_operator.spec import SpecError, parse
-from tests.operator.factories import (
-    NOW,
-    SETTINGS,
-    body,
-    child,
-    conditions,
-    deployment_status,
-    kstatus,
-    message,
-    planned,
-    pod,
-    reason,
-    status_of,
-)
-from tests.operator.factories import observed as observed_with
+from tests.support.factories import NOW, SETTINGS, body, child, deployment_status, planned, pod
+from tests.support.factories import observed as observed_with
+from tests.support.statuses import conditions, kstatus, message, reason, status_of
 
 ALL = frozenset({HTTP_ROUTES, INFERENCE_POOLS, POD_MONITORS})
 ROUTE_ONLY = {"parentRefs": [{"name": "main"}], "hostnames": ["llm.example.com"]}

@@ -19,7 +19,7 @@ from reprise_operator.options import parse_options
 from reprise_operator.process import Operator
 from reprise_operator.spec import identity_of
 from reprise_operator.watch import WatchHealth, watched_objects
-from tests.operator.factories import body, child, planned
+from tests.support.factories import body, child, planned
 
 QWEN = Key("llm", "qwen")
 

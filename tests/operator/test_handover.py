@@ -8,26 +8,23 @@ from typing import Any
 import pytest
 
 from reprise_operator.handover import Scale, hand_over, replace_pods
-from reprise_operator.observed import ContainerFailure, Observed, ObservedPod
+from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan
 from reprise_operator.rollout import ChildKey, Delete, decide
-from tests.operator.factories import (
+from tests.support.factories import (
     NOW,
-    RECONCILING,
-    STALLED,
     child,
     deployment_status,
-    kstatus,
+    failure,
     merged,
-    message,
     observed,
     planned,
     pod,
-    reason,
-    status_of,
+    settled_status,
 )
+from tests.support.statuses import RECONCILING, STALLED, kstatus, message, reason, status_of
 
-CRASH = ContainerFailure(container="engine", reason="CrashLoopBackOff", message="ConfigError: no", restart_count=5)
+CRASH = failure("CrashLoopBackOff", words="ConfigError: no", restarts=5)
 FULL = "0/3 nodes are available: 3 Insufficient huawei.com/Ascend910."
 LABEL = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
 
@@ -47,7 +44,7 @@ def switched(
     if waiting is not None:
         new[-1] = replace(new[-1], scheduled=False, unschedulable_message=waiting)
     found = observed(made, *new, status=figures)
-    old = child(before, **deployment_status(replicas=has, updated=has, ready=has, available=has))
+    old = child(before, **settled_status(has))
     return made, replace(found, children=(*found.children, old))
 
 
@@ -59,8 +56,8 @@ def test_an_endpoint_picker_s_deployment_is_no_workload() -> None:
     gateway = {"gateway": {"endpointPicker": {"managed": True}}}
     plan, before = volumes(2), planned({"replicas": 2, **gateway})
     picker = next(item for item in before.children if item["kind"] == "Deployment" and item is not before.workload)
-    figures = deployment_status(replicas=1, updated=1, ready=1, available=1)
-    found = observed(plan, pod("a"), pod("b"), status=deployment_status(replicas=2, updated=2, ready=2, available=2))
+    figures = settled_status(1)
+    found = observed(plan, pod("a"), pod("b"), status=settled_status(2))
     found = replace(found, children=(*found.children, child(picker, **figures)))
     assert hand_over(plan, found) == ()
     key = ChildKey(kind="Deployment", name=picker["metadata"]["name"])
@@ -184,7 +181,7 @@ def test_a_pod_of_a_stateful_set_that_never_becomes_ready_is_told() -> None:
 
 def test_a_stateful_set_that_makes_no_pod_says_where_to_look() -> None:
     plan = volumes(1)
-    status = status_of(plan, observed(plan, status=deployment_status(replicas=0, updated=0, ready=0, available=0)))
+    status = status_of(plan, observed(plan, status=settled_status(0)))
     assert f"kubectl describe StatefulSet/{plan.workload['metadata']['name']}" in message(status, "Ready")
 
 

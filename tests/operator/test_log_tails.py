@@ -13,17 +13,9 @@ from reprise_operator.api import Api, ClusterError, Fault
 from reprise_operator.cluster import LOG_BYTES, Cluster
 from reprise_operator.log_tails import READ_AT_A_TIME, LogTails
 from reprise_operator.observed import ObservedPod, Termination
-from tests.operator.factories import pod
+from tests.support.factories import pod, termination
 
-ENDED = Termination(
-    container="engine",
-    container_id="containerd://1",
-    exit_code=1,
-    reason="Error",
-    message="it failed",
-    finished_at="2026-11-30T00:00:00Z",
-    is_previous=True,
-)
+ENDED = termination(words="it failed")
 
 
 def broken(name: str = "qwen-a", ended: Termination = ENDED) -> ObservedPod:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from reprise_operator.api import Body, ClusterError, Fault
+from reprise_operator.bodies import observed_pod
 from reprise_operator.mounts import MountReader, mount_failure
-from reprise_operator.observe import observed_pod
-from tests.operator.factories import NOW, pod
 from tests.operator.reconcile_bench import Bench
+from tests.support.factories import NOW, pod
 from tests.support.kubectl import eventually
 
 REFUSED = 'MountVolume.SetUp failed for volume "model" : hostPath type check failed: /m is not a directory'

@@ -8,28 +8,26 @@ from typing import Any
 import pytest
 
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
-from reprise_operator.observed import ContainerFailure, Observed, ObservedPod, Termination
+from reprise_operator.observed import Observed, ObservedPod, Termination
 from reprise_operator.out_of_memory import memory_ends, shortage
 from reprise_operator.plan import Plan, plan
 from reprise_operator.spec import parse
 from reprise_operator.tuning import MemoryEnd, lowered
-from tests.operator.factories import (
+from tests.support.factories import (
     CURRENT,
     NOT_READY,
     OLD,
-    RECONCILING,
     SETTINGS,
-    STALLED,
     body,
-    conditions,
-    kstatus,
+    failing,
+    failure,
     merged,
-    message,
     observed,
     planned,
     pod,
-    status_of,
+    termination,
 )
+from tests.support.statuses import RECONCILING, STALLED, conditions, kstatus, message, status_of
 
 NPU: dict[str, Any] = {}
 VLLM: dict[str, Any] = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 4096}}
@@ -135,15 +133,7 @@ def test_why_it_ended(case: tuple[str, dict[str, Any], str, str, str, tuple[str,
 
 
 def ended(number: int = 1, *, words: str = TORCH_NPU, reason: str = "Error", code: int = 1) -> Termination:
-    return Termination(
-        container="engine",
-        container_id=f"containerd://{number}",
-        exit_code=code,
-        reason=reason,
-        message=words,
-        finished_at="2026-11-30T00:00:00Z",
-        is_previous=True,
-    )
+    return termination(number, words=words, reason=reason, code=code)
 
 
 def dead(name: str = "qwen-a", *ends: Termination, template: str = CURRENT, ready: bool = False) -> ObservedPod:
@@ -204,15 +194,10 @@ def stalled(spec: dict[str, Any], *, words: str = TORCH_NPU, reason: str = "Erro
     for number in range(steps):
         state = lowered(state, [MemoryEnd(pod_uid="p", container_id=str(number), at="")])
     of = plan(of.service, SETTINGS, tuning=state)
-    failure = ContainerFailure(
-        container="engine",
-        reason="CrashLoopBackOff",
-        message=words,
-        exit_code=137 if reason == "OOMKilled" else 1,
-        terminated_reason=reason,
-        restart_count=3,
+    cause = failure(
+        "CrashLoopBackOff", words=words, code=137 if reason == "OOMKilled" else 1, restarts=3, terminated=reason
     )
-    status = status_of(of, observed(of, pod(ready=False, failures=[failure]), status=NOT_READY))
+    status = status_of(of, failing(of, cause))
     assert kstatus(status) == STALLED
     return status
 
@@ -254,8 +239,8 @@ def test_a_shortage_on_the_device_that_needs_a_person(
 
 def test_a_shortage_that_the_next_step_may_cure_is_not_a_persons_business() -> None:
     of = planned()
-    failure = ContainerFailure(container="engine", reason="CrashLoopBackOff", message=TORCH_NPU, exit_code=1)
-    status = status_of(of, observed(of, pod(ready=False, failures=[failure]), status=NOT_READY))
+    cause = failure("CrashLoopBackOff", words=TORCH_NPU, code=1)
+    status = status_of(of, failing(of, cause))
     assert kstatus(status) == RECONCILING
     assert message(status, "Ready").endswith("The engine's share is lowered.")
 
@@ -276,10 +261,10 @@ def test_the_host_s_memory_is_another_thing_with_another_cure() -> None:
 
 def test_the_cause_in_vllm_s_log_is_what_is_told() -> None:
     of = planned(VLLM)
-    failure = ContainerFailure(container="engine", reason="CrashLoopBackOff", message=CORE_FAILED, exit_code=1)
+    crash = failure("CrashLoopBackOff", words=CORE_FAILED, code=1)
     cause = "(EngineCore pid=9) ValueError: Model architectures ['X'] are not supported for now."
     log = f"INFO starting\n{cause}\n{CORE_FAILED}"
-    broken = replace(pod(ready=False, failures=[failure]), terminations=(replace(ended(words=CORE_FAILED), log=log),))
+    broken = replace(pod(ready=False, failures=[crash]), terminations=(replace(ended(words=CORE_FAILED), log=log),))
     status = status_of(of, observed(of, broken, status=NOT_READY))
     assert conditions(status)["Stalled"] == ("True", "UnsupportedModel")
     assert message(status, "Stalled") == f"Pod qwen-a, container engine fails (exit code 1): {cause}"

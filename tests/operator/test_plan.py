@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from reprise_operator.children.profiles import PROFILES
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 from reprise_operator.plan import Plan, plan
-from reprise_operator.resource import Spec
 from reprise_operator.spec import SpecError, parse
-from tests.operator.factories import SETTINGS, UID, body, container, planned
+from reprise_operator.spec_types import Spec
+from tests.support.factories import SETTINGS, UID, body, container, planned
 
 
 @pytest.mark.parametrize(

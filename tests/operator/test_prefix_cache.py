@@ -12,7 +12,7 @@ from reprise_operator.children.prefix_cache import CACHE_MOUNT, WARMUP_HASH_ANNO
 from reprise_operator.naming import MAX_STATEFUL_SET_NAME
 from reprise_operator.plan import Plan
 from reprise_operator.spec import SpecError, parse
-from tests.operator.factories import body, container, merged, planned
+from tests.support.factories import body, container, merged, planned
 
 CPU = {"accelerator": {"profile": "cpu"}}
 VLLM = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 4096}}

@@ -16,7 +16,12 @@ from reprise_operator.quantity import amount, text_of_bytes, whole
     [
         ("4", 4),
         (4, 4),
+        (7, 7),
         (0.5, Decimal("0.5")),
+        ("0.5", Decimal("0.5")),
+        ("1k", 1000),
+        ("2M", 2_000_000),
+        ("1e3", 1000),
         ("500m", Decimal("0.5")),
         ("16Gi", 16 * 1024**3),
         ("1.5Gi", 3 * 1024**3 // 2),
@@ -33,7 +38,7 @@ def test_a_quantity_is_a_number(text: str | float, number: int | Decimal) -> Non
     assert amount(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "Gi", "16 Gi", "16GB", "0x10", "1e", "--1", "1e9999", "16gi"])
+@pytest.mark.parametrize("text", ["", "lots", "Gi", "16 Gi", "16GB", "0x10", "1e", "--1", "1e9999", "16gi"])
 def test_what_is_none_is_quoted(text: str) -> None:
     with pytest.raises(ValueError, match="is not a quantity such as") as refused:
         amount(text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from reprise_operator.api import Api, ClusterError
+from reprise_operator.api import MERGE_PATCH, Api, ClusterError
 from reprise_operator.kinds import CONFIG_MAPS, DEPLOYMENTS, INFERENCE_SERVICES, PODS, SECRETS
 from reprise_operator.recall import Recall
 
@@ -51,6 +52,12 @@ async def server() -> AsyncIterator[tuple[Server, Api]]:
 Served = tuple[Server, Api]
 
 
+@contextmanager
+def passing(recall: Recall, api: Api, key: str = KEY) -> Iterator[Api]:
+    with recall.passing(key) as memo:
+        yield api.remembering(memo)
+
+
 async def one_pass(api: Api) -> None:
     await api.get(INFERENCE_SERVICES, "llm", "qwen")
     await api.list(PODS, "llm", {"a": "b"})
@@ -62,9 +69,9 @@ async def test_a_user_s_config_map_is_read_anew(server: Served) -> None:
     served, api = server
     recall = Recall(max_age=60.0, clock=Time())
     for _ in range(2):
-        with recall.passing(KEY):
-            await api.list(CONFIG_MAPS, "llm", {"a": "b"})
-            await api.get(CONFIG_MAPS, "llm", "theirs")
+        with passing(recall, api) as remembering:
+            await remembering.list(CONFIG_MAPS, "llm", {"a": "b"})
+            await remembering.get(CONFIG_MAPS, "llm", "theirs")
     named = "GET /api/v1/namespaces/llm/configmaps"
     assert sorted(served.asked) == [named, f"{named}/theirs", f"{named}/theirs"]
 
@@ -73,11 +80,11 @@ async def test_without_news_nothing_is_asked_again(server: Served) -> None:
     served, api = server
     recall = Recall(max_age=300)
     for _ in range(5):
-        with recall.passing(KEY):
-            await one_pass(api)
+        with passing(recall, api) as remembering:
+            await one_pass(remembering)
     assert len(served.asked) == 3
-    with recall.passing("llm/other"):
-        await one_pass(api)
+    with passing(recall, api, "llm/other") as remembering:
+        await one_pass(remembering)
     assert len(served.asked) == 6, "what one service has read is no other's"
     await one_pass(api)
     assert len(served.asked) == 9, "outside a pass everything is read"
@@ -86,29 +93,29 @@ async def test_without_news_nothing_is_asked_again(server: Served) -> None:
 async def test_news_before_or_during_a_pass_make_the_next_one_ask(server: Served) -> None:
     served, api = server
     recall = Recall(max_age=300)
-    with recall.passing(KEY):
-        await one_pass(api)
+    with passing(recall, api) as remembering:
+        await one_pass(remembering)
     recall.spoil(KEY)
-    with recall.passing(KEY):
-        await one_pass(api)
+    with passing(recall, api) as remembering:
+        await one_pass(remembering)
     assert len(served.asked) == 6
     recall.spoil(KEY)
-    with recall.passing(KEY):
-        await one_pass(api)
+    with passing(recall, api) as remembering:
+        await one_pass(remembering)
         recall.spoil(KEY)  # what was read may be older than this
-    with recall.passing(KEY):
-        await one_pass(api)
+    with passing(recall, api) as remembering:
+        await one_pass(remembering)
     assert len(served.asked) == 12
 
 
 async def test_a_write_makes_the_next_pass_ask(server: Served) -> None:
     served, api = server
     recall = Recall(max_age=300)
-    with recall.passing(KEY):
-        await one_pass(api)
-        await api.request("patch", DEPLOYMENTS, "llm", "qwen", body={}, content_type="application/merge-patch+json")
-    with recall.passing(KEY):
-        await one_pass(api)
+    with passing(recall, api) as remembering:
+        await one_pass(remembering)
+        await remembering.request("patch", DEPLOYMENTS, "llm", "qwen", body={}, content_type=MERGE_PATCH)
+    with passing(recall, api) as remembering:
+        await one_pass(remembering)
     assert len(served.asked) == 7
 
 
@@ -117,16 +124,16 @@ async def test_an_error_makes_the_next_pass_ask(server: Served) -> None:
     recall = Recall(max_age=300)
 
     async def broken_off() -> None:
-        with recall.passing(KEY):
-            await api.get(DEPLOYMENTS, "llm", "qwen")
+        with passing(recall, api) as remembering:
+            await remembering.get(DEPLOYMENTS, "llm", "qwen")
             served.status = 500
-            await api.list(PODS, "llm", {"a": "b"})
+            await remembering.list(PODS, "llm", {"a": "b"})
 
     with pytest.raises(ClusterError):
         await broken_off()
     served.status = 200
-    with recall.passing(KEY):
-        await api.get(DEPLOYMENTS, "llm", "qwen")
+    with passing(recall, api) as remembering:
+        await remembering.get(DEPLOYMENTS, "llm", "qwen")
     assert len(served.asked) == 3
 
 
@@ -135,8 +142,8 @@ async def test_absence_is_remembered_too(server: Served) -> None:
     recall = Recall(max_age=300)
     served.status = 404
     for _ in range(2):
-        with recall.passing(KEY):
-            assert await api.get(DEPLOYMENTS, "llm", "qwen") is None
+        with passing(recall, api) as remembering:
+            assert await remembering.get(DEPLOYMENTS, "llm", "qwen") is None
     assert len(served.asked) == 1
 
 
@@ -144,8 +151,8 @@ async def test_what_has_no_watch_is_always_asked_for(server: Served) -> None:
     served, api = server
     recall = Recall(max_age=300)
     for _ in range(3):
-        with recall.passing(KEY):
-            await api.get(SECRETS, "llm", "keys")
+        with passing(recall, api) as remembering:
+            await remembering.get(SECRETS, "llm", "keys")
     assert len(served.asked) == 3
 
 
@@ -154,7 +161,7 @@ async def test_a_memo_grows_no_older_than_its_age_however_often_it_serves(server
     clock = Time()
     recall = Recall(max_age=300, clock=clock)
     for _ in range(21):
-        with recall.passing(KEY):
-            await api.get(DEPLOYMENTS, "llm", "qwen")
+        with passing(recall, api) as remembering:
+            await remembering.get(DEPLOYMENTS, "llm", "qwen")
         clock.now += 30
     assert len(served.asked) == 2, "once in the beginning, and once after 300 s"

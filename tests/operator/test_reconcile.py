@@ -56,17 +56,13 @@ async def test_an_idle_service_is_never_written(bench: Bench) -> None:
     await bench.make_ready()
     bench.clock.now += 300  # the window of the hit rate passes
     await bench.settle()
-    written = []
-    for _ in range(120):
-        bench.clock.now += 30
-        written += await bench.writes()
-    assert written == []
+    assert await bench.writes_of_passes(120) == []
 
 
 async def test_the_watch_owes_nothing_of_a_service_that_idles_since_the_operator_started(bench: Bench) -> None:
     bench.apply()
     await bench.make_ready()
-    bench.reconciler._memories.clear()  # what a restart forgets
+    bench.restart()
     health = bench.reconciler.health = WatchHealth(clock=bench.clock)
     body = bench.kubectl.get("inferenceservice", NAME)
     assert body is not None
@@ -212,7 +208,7 @@ async def test_a_new_process_comes_to_the_same_end_with_no_change(bench: Bench, 
     bench.apply()
     await bench.make_ready()
     before = [bench.child(kind)["metadata"]["resourceVersion"] for kind in ("deployment", "service")]
-    bench.reconciler._memories.clear()  # what a restart forgets
+    bench.restart()
     writes = await bench.writes()
     assert sorted(writes) == [("patch", "deployments"), ("patch", "services")], "applied once, to learn the answer"
     assert [bench.child(kind)["metadata"]["resourceVersion"] for kind in ("deployment", "service")] == before

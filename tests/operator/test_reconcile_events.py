@@ -7,7 +7,7 @@ from typing import Any
 
 from reprise_operator.api import ClusterError, Fault
 from reprise_operator.events import Happening, Recorder, transitions
-from tests.operator.factories import body
+from tests.support.factories import body
 
 CRASH = Happening(type="Warning", reason="Crash", action="Ready", note="boom")
 

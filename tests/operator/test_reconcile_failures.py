@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from reprise_operator.api import Body, ClusterError, Fault
-from reprise_operator.cluster import ApplyResult, Cluster, Key
+from reprise_operator.cluster import Cluster, Key
 from reprise_operator.observed import ObservedChild
+from reprise_operator.server_side_apply import ApplyResult
 from reprise_operator.workqueue import Retry
 from tests.operator.reconcile_bench import NAME, Bench
 from tests.support.kubectl import Kubectl, eventually

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from reprise_operator.api import Api, Body
-from reprise_operator.cluster import LOG_BYTES, ApplyResult, Cluster
+from reprise_operator.cluster import LOG_BYTES, Cluster
 from reprise_operator.events import Recorder
-from reprise_operator.log_tails import LogTails
 from reprise_operator.observed import ObservedChild
+from reprise_operator.server_side_apply import ApplyResult
 from tests.operator.reconcile_bench import NAME, Bench
+from tests.operator.test_reconcile_release import checked
 from tests.support.kubectl import eventually
 
 NPU: dict[str, Any] = {"accelerator": {"profile": "ascend910b"}}
@@ -37,7 +38,10 @@ def end_pods(
     """Each container of the present template has ended so, and is started again, or was. The pods' names."""
 
     def present() -> list[dict[str, Any]] | None:
-        found = current_pods(bench)
+        deployment = bench.child("deployment")
+        if deployment["status"].get("observedGeneration") != deployment["metadata"]["generation"]:
+            return None  # the newest ReplicaSet may be the one that is about to be replaced
+        found = [pod for pod in current_pods(bench) if "deletionTimestamp" not in pod["metadata"]]
         return found if len(found) == pods else None
 
     names = [pod["metadata"]["name"] for pod in eventually(present, "the present template's pods are there")]
@@ -136,6 +140,10 @@ async def test_a_container_that_serves_again_has_run_out_of_memory_all_the_same(
     bench.apply(NPU)
     await bench.make_ready()
     end_pods(bench, ready=True)
+    await bench.settle()
+    assert memory(bench)["effective"] == 0.85
+    assert told_share(bench) == "0.9", "the only pod that serves is taken after a check"
+    await checked(bench, 0)
     await bench.settle()
     assert told_share(bench) == "0.85"
 
@@ -284,8 +292,7 @@ async def test_an_operator_that_is_killed_anywhere_in_a_step_takes_exactly_one(b
             again = {"exitCode": 1, "reason": "Error", "message": OURS, "containerID": f"containerd://{name}-1"}
             end_pod(bench, name, again)
         bench.reconciler.cluster, bench.reconciler.recorder = sound, Recorder(sound, instance="b", clock=bench.clock)
-        bench.reconciler._memories.clear()
-        bench.reconciler._logs = LogTails()
+        bench.restart()
         await bench.settle()
         share = round(share - 0.05, 4)
         where = f"killed {'after' if answered else 'before'} write {at + 1}"

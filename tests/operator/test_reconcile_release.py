@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from reprise_operator.api import Body, ClusterError, Fault
-from reprise_operator.cluster import ApplyResult, Cluster
+from reprise_operator.cluster import Cluster
 from reprise_operator.observed import ObservedChild
+from reprise_operator.server_side_apply import ApplyResult
 from reprise_operator.workqueue import Retry
 from tests.operator.reconcile_bench import NAME, Bench
 from tests.support.kubectl import Kubectl, eventually
@@ -150,7 +151,7 @@ async def test_a_change_that_fails_its_check_never_reaches_the_pod(bench: Bench)
     assert pods(bench).keys() == before
     assert bench.child("deployment")["spec"] == workload, "the workload was not touched"
     assert bench.events()[-1] == ("Warning", "CheckFailed")
-    bench.reconciler._memories.clear()
+    bench.restart()
     assert ("create", "jobs") not in await bench.writes(), "a new process does not try again"
     await bench.settle()
     bench.clock.now += 3600
@@ -209,11 +210,11 @@ async def test_a_check_is_gone_on_with_by_a_new_process(bench: Bench) -> None:
     await bench.settle()
     job = the_job(bench)
     assert job is not None
-    bench.reconciler._memories.clear()
+    bench.restart()
     assert ("create", "jobs") not in await bench.writes()
     assert (the_job(bench) or {})["metadata"]["uid"] == job["metadata"]["uid"]
     await checked(bench, 0)
-    bench.reconciler._memories.clear()
+    bench.restart()
     await bench.settle()
     assert "--max-num-seqs=3" in bench.child("deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
 
@@ -251,7 +252,7 @@ async def test_with_two_pods_a_bad_change_takes_one_and_is_taken_back(bench: Ben
     assert bench.condition("Ready")[0] == "False"
     assert bench.status()["availableReplicas"] == 2
     # Neither time nor a new process tries it again; the spec taken back, all is well and no pod was touched.
-    bench.reconciler._memories.clear()
+    bench.restart()
     await bench.settle()
     bench.clock.now += 3600
     assert await bench.writes() == []
@@ -299,7 +300,7 @@ async def test_with_one_pod_a_change_that_passes_its_check_and_does_not_start_is
         await bench.reconcile()
     assert bench.status()["rollout"]["rejected"]["reason"] == "RolledBack"
     bench.reconciler.cluster = sound
-    bench.reconciler._memories.clear()
+    bench.restart()
     await settle_on(bench, lambda: bench.condition("Stalled")[1] == "RolledBack", "the rollback")
     assert bench.condition("Stalled")[2].endswith("RuntimeError: the graph cannot be captured")
 

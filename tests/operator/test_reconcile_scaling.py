@@ -18,12 +18,14 @@ import yaml
 
 from tests.operator.reconcile_bench import NAME, Bench
 from tests.support.apiserver import ApiServer
+from tests.support.factories import PROMETHEUS
 from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 
 KEDA_DEFINITION = Path(__file__).parent / "data" / "keda_scaledobjects.yaml"
-SERVER = {"serverAddress": "http://prometheus:9090"}
 HPA: dict[str, Any] = {"autoscaling": {"minReplicas": 2, "maxReplicas": 6}}
-KEDA: dict[str, Any] = {"autoscaling": {"minReplicas": 2, "maxReplicas": 6, "provider": "keda", "prometheus": SERVER}}
+KEDA: dict[str, Any] = {
+    "autoscaling": {"minReplicas": 2, "maxReplicas": 6, "provider": "keda", "prometheus": PROMETHEUS}
+}
 TO_ZERO: dict[str, Any] = {"autoscaling": {**KEDA["autoscaling"], "minReplicas": 0}}
 HPA_SECONDS = 60.0
 """The HPA controller looks every 15 s."""
@@ -141,7 +143,7 @@ async def test_fixed_to_hpa_to_keda_to_fixed_without_a_jump(bench: Bench, keda: 
         assert "0.7" in container["args"], "the change has reached the pods"
         assert replicas(bench) == 4, "an update reset replicas under an autoscaler (fault 3)"
 
-        bench.reconciler._memories.clear()  # what a restart forgets
+        bench.restart()
         await bench.settle()
         assert replicas(bench) == 4
 
@@ -224,11 +226,7 @@ async def test_an_idle_autoscaled_service_is_never_written(bench: Bench, crd_ser
     if crd_server.has_controller_manager:
         eventually(lambda: _conditions(bench, "ScalingActive"), "the HPA was looked at", within=HPA_SECONDS)
     await bench.settle()
-    written = []
-    for _ in range(20):
-        bench.clock.now += 30
-        written += await bench.writes()
-    assert written == []
+    assert await bench.writes_of_passes(20) == []
 
 
 def _conditions(bench: Bench, kind: str) -> list[dict[str, Any]]:

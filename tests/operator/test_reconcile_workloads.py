@@ -109,11 +109,7 @@ async def test_a_service_with_volumes_from_nothing_to_ready_and_idle(bench: Benc
     await bench.settle()
     bench.clock.now += 400
     await bench.settle()
-    written = []
-    for _ in range(20):
-        bench.clock.now += 30
-        written += await bench.writes()
-    assert written == []
+    assert await bench.writes_of_passes(20) == []
 
 
 async def test_serving_pods_stay_until_those_with_volumes_serve_and_back(bench: Bench) -> None:

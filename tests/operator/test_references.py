@@ -25,18 +25,8 @@ from reprise_operator.references import (
     unresolved,
 )
 from reprise_operator.rotation import ReferenceKey, ReferenceReader
-from tests.operator.factories import (
-    NOT_READY,
-    READY,
-    conditions,
-    kstatus,
-    message,
-    observed,
-    planned,
-    pod,
-    reason,
-    status_of,
-)
+from tests.support.factories import NOT_READY, observed, planned, pod
+from tests.support.statuses import READY, conditions, kstatus, message, reason, status_of
 
 KEYS = {"auth": {"apiKeySecretRef": {"name": "keys", "key": "token"}}}
 SECRET = ObjectRef("Secret", "keys")

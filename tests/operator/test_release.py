@@ -13,28 +13,28 @@ from reprise_operator.children.check_job import DEADLINE_SECONDS
 from reprise_operator.diagnosis import State
 from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan
+from reprise_operator.rejection import LogSource
 from reprise_operator.release import (
     Evidence,
-    LogSource,
     Questions,
     Release,
     decide_release,
     questions,
-    template_hash,
 )
+from reprise_operator.release_manifests import template_hash
 from reprise_operator.release_state import LastGood, ReleaseState, read_state, started, state_status
-from tests.operator.factories import (
+from tests.support.factories import (
     CURRENT,
     NOW,
     OLD,
-    conditions,
     deployment_status,
+    failure,
     observed,
     planned,
     pod,
-    status_of,
+    settled_status,
 )
-from tests.operator.failures import failure
+from tests.support.statuses import conditions, status_of
 
 NPU: Mapping[str, Any] = {}
 CPU: dict[str, Any] = {"accelerator": {"profile": "cpu"}}
@@ -280,7 +280,9 @@ def begun(new: Plan, old: Plan, *, at: float = NOW - 4000) -> ReleaseState:
     return started(template_hash(new), at, last_good=good)
 
 
-BROKEN = pod("qwen-b", ready=False, failures=[failure("CrashLoopBackOff", words="ValueError: no such thing", code=1)])
+BROKEN = pod(
+    "qwen-b", ready=False, failures=[failure("CrashLoopBackOff", words="ValueError: no such thing", code=1, restarts=3)]
+)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -368,7 +370,7 @@ def test_a_template_is_good_once_all_of_its_pods_serve() -> None:
     half = observed(new, status=deployment_status(replicas=2, updated=1, ready=1, available=1))
     assert decide(new, half, state).state.last_good == state.last_good
     suspended = planned(spec(CHANGE) | {"suspend": True})
-    nothing = observed(suspended, status=deployment_status(replicas=0, updated=0, ready=0, available=0))
+    nothing = observed(suspended, status=settled_status(0))
     assert decide(suspended, nothing, state).state.last_good == state.last_good, "no pods have shown nothing"
     # The Deployment that was not applied yet is the old one, however healthy.
     stale = replace(seen, children=serving(old).children)

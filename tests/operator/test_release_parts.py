@@ -14,13 +14,12 @@ from reprise_operator.checks import Check, CheckState, outcome_of
 from reprise_operator.children.check_job import build_check_job, check_job_name
 from reprise_operator.children.strategy import Strategy, default_strategy, may_surge, surge_strategy
 from reprise_operator.children.vllm_check import SCRIPT
-from reprise_operator.devices import free_pods, quantity
+from reprise_operator.devices import free_pods
 from reprise_operator.naming import NAME_LABEL, selector_labels
 from reprise_operator.observed import ContainerFailure, ObservedPod
 from reprise_operator.plan import Plan
 from reprise_operator.spec import SpecError
-from tests.operator.factories import UID, planned, pod
-from tests.operator.failures import failure
+from tests.support.factories import UID, failure, planned, pod
 
 # The Job ------------------------------------------------------------------------------------------------------------
 
@@ -134,17 +133,17 @@ PULL = 'Back-off pulling image "r/e:2": ErrImagePull: r/e:2: not found'
         (job("Complete"), (), Check(state=CheckState.PASSED)),
         (
             job("Failed"),
-            (failure("Error", words="ConfigError: --seed is x", code=2),),
+            (failure("Error", words="ConfigError: --seed is x", code=2, restarts=3),),
             Check(state=CheckState.FAILED, reason="CheckFailed", message="ConfigError: --seed is x"),
         ),
         (
             job("FailureTarget"),
-            (failure("Error", words="ConfigError: --seed is x", code=2),),
+            (failure("Error", words="ConfigError: --seed is x", code=2, restarts=3),),
             Check(state=CheckState.RUNNING, reason="Checking"),
         ),
         (
             job("Failed"),
-            (failure("OOMKilled", code=137),),
+            (failure("OOMKilled", code=137, restarts=3),),
             Check(state=CheckState.FAILED, reason="CheckFailed", message="exit code 137 without a last word"),
         ),
         # Its time is over and its pod is gone.
@@ -152,22 +151,29 @@ PULL = 'Back-off pulling image "r/e:2": ErrImagePull: r/e:2: not found'
         # An image without the command cannot be asked; it could be pulled, and that is all.
         (
             job("Failed"),
-            (failure("Error", words="reprise: error: argument COMMAND: invalid choice: 'check' (choose …)", code=2),),
+            (
+                failure(
+                    "Error",
+                    words="reprise: error: argument COMMAND: invalid choice: 'check' (choose …)",
+                    code=2,
+                    restarts=3,
+                ),
+            ),
             Check(state=CheckState.PASSED),
         ),
         (
             job(),
-            (failure("ErrImagePull", words="r/e:2: not found"),),
+            (failure("ErrImagePull", words="r/e:2: not found", restarts=3),),
             Check(state=CheckState.RUNNING, reason="ImagePullFailed", message="r/e:2: not found"),
         ),
         (
             job(),
-            (failure("ImagePullBackOff", words=PULL),),
+            (failure("ImagePullBackOff", words=PULL, restarts=3),),
             Check(state=CheckState.RUNNING, reason="ImagePullFailed", message="r/e:2: not found"),
         ),
         (
             job(),
-            (failure("CreateContainerConfigError", words='secret "keys" not found'),),
+            (failure("CreateContainerConfigError", words='secret "keys" not found', restarts=3),),
             Check(state=CheckState.RUNNING, reason="ContainerConfigInvalid", message='secret "keys" not found'),
         ),
     ],
@@ -359,19 +365,6 @@ def test_the_profiles_own_node_label_is_honoured() -> None:
     spec = {"accelerator": {"profile": "ascend910b"}}
     assert free([node()], spec=spec) == 0
     assert free([node(labels={"accelerator-type": "module-910b-8"})], spec=spec) == 8
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("4", 4), ("500m", 0.5), ("16Gi", 2**34), ("1k", 1000), ("2M", 2_000_000), ("1e3", 1000), ("0.5", 0.5), (7, 7)],
-)
-def test_quantities(text: str | int, number: float) -> None:
-    assert float(quantity(text)) == number
-
-
-def test_what_is_no_quantity_is_an_error() -> None:
-    with pytest.raises(ValueError, match="lots"):
-        quantity("lots")
 
 
 # Causes -------------------------------------------------------------------------------------------------------------

@@ -21,12 +21,7 @@ from reprise_operator.replicas import (
     with_replicas,
 )
 from reprise_operator.rollout import Apply, Delete, decide
-from tests.operator.factories import NOW, child, merged, planned
-
-SERVER = {"serverAddress": "http://prometheus:9090"}
-HPA = {"autoscaling": {"minReplicas": 2, "maxReplicas": 5}}
-KEDA = {"autoscaling": {"minReplicas": 2, "maxReplicas": 5, "provider": "keda", "prometheus": SERVER}}
-TO_ZERO = {"autoscaling": {"minReplicas": 0, "maxReplicas": 5, "provider": "keda", "prometheus": SERVER}}
+from tests.support.factories import HPA, KEDA, NOW, TO_ZERO, child, merged, planned
 
 
 def managed(manager: str, *, operation: str = "Apply", fields: tuple[str, ...] = ("f:replicas",)) -> dict[str, Any]:

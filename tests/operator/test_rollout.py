@@ -13,7 +13,7 @@ from reprise_operator.naming import OWNER_UID_LABEL
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, conflicts, decide, key_of
-from tests.operator.factories import NOW, child, deployment_status, merged, observed, planned
+from tests.support.factories import NOW, child, deployment_status, merged, observed, planned
 
 DEPLOYMENT, SERVICE = ChildKey(kind="Deployment", name="qwen"), ChildKey(kind="Service", name="qwen")
 

@@ -12,9 +12,7 @@ from reprise_operator.children.load import GAUGES, load_query
 from reprise_operator.kinds import HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES, SCALED_OBJECTS
 from reprise_operator.plan import plan
 from reprise_operator.spec import SpecError, parse
-from tests.operator.factories import SETTINGS, body, planned
-
-SERVER = {"serverAddress": "http://prometheus:9090"}
+from tests.support.factories import PROMETHEUS, SETTINGS, body, planned
 
 
 def hpa(**fields: Any) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def hpa(**fields: Any) -> dict[str, Any]:
 
 
 def keda(**fields: Any) -> dict[str, Any]:
-    return {"autoscaling": {"maxReplicas": 4, "provider": "keda", "prometheus": SERVER, **fields}}
+    return {"autoscaling": {"maxReplicas": 4, "provider": "keda", "prometheus": PROMETHEUS, **fields}}
 
 
 # Refused ------------------------------------------------------------------------------------------------------------
@@ -33,13 +31,13 @@ def keda(**fields: Any) -> dict[str, Any]:
     [
         (hpa(minReplicas=5), "spec.autoscaling.minReplicas is 5, above maxReplicas, which is 4"),
         (hpa(minReplicas=0), "spec.autoscaling.minReplicas is 0; .* Set provider: keda"),
-        (hpa(prometheus=SERVER), "prometheus is only asked by KEDA"),
+        (hpa(prometheus=PROMETHEUS), "prometheus is only asked by KEDA"),
         (hpa(metric="cpu"), r"spec.runtime.resources.requests.cpu"),
         (hpa(metric="memory"), r"spec.runtime.resources.requests.memory"),
         (hpa(metric="my_metric"), "target is needed with metric my_metric"),
         (hpa(metric="a/b", target=1), "has no '/'"),
         (keda(metric="a-b", target=1), "no name of a Prometheus series"),
-        (keda(prometheus={**SERVER, "query": "sum(x)"}), "target is needed with prometheus.query"),
+        (keda(prometheus={**PROMETHEUS, "query": "sum(x)"}), "target is needed with prometheus.query"),
         (keda(metric="cpu"), "metric cpu is not read from Prometheus"),
         (
             {
@@ -96,7 +94,7 @@ VOLUMES = {"prefixCaching": {"persistence": {"size": "10Gi"}}}
 
 
 def test_a_stateful_set_is_scaled_like_a_deployment() -> None:
-    for spec in (hpa(), keda(prometheus=SERVER)):
+    for spec in (hpa(), keda(prometheus=PROMETHEUS)):
         made = planned(spec | VOLUMES)
         name = made.workload["metadata"]["name"]
         assert made.workload["kind"] == "StatefulSet"
@@ -178,7 +176,7 @@ def test_keda_asks_prometheus_for_all_pods_together() -> None:
 
 
 def test_a_query_of_the_users_is_passed_on() -> None:
-    found = trigger(keda(target=7, prometheus={**SERVER, "query": "sum(rate(gateway_requests_total[1m]))"}))
+    found = trigger(keda(target=7, prometheus={**PROMETHEUS, "query": "sum(rate(gateway_requests_total[1m]))"}))
     assert found["metadata"]["query"] == "sum(rate(gateway_requests_total[1m]))"
     assert found["metadata"]["threshold"] == "7"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from reprise_operator.metrics import OperatorMetrics
-from tests.operator.factories import metrics, observed, planned, pod, status_of
+from tests.support.factories import metrics, observed, planned, pod
+from tests.support.statuses import status_of
 
 
 def value(of: OperatorMetrics, figure: str, **labels: str) -> float | None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.resource import ClaimModel, DriverMode, FetchedModel, HostPathModel, Runtime
+from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel
 from reprise_operator.spec import SpecError, identity_of, parse
-from tests.operator.factories import UID, body
+from reprise_operator.spec_types import DriverMode, Runtime
+from tests.support.factories import UID, body
 
 
 def test_unset_fields_have_the_documented_defaults() -> None:

@@ -8,26 +8,22 @@ from typing import Any
 import pytest
 
 from reprise_operator.conditions import timestamp
-from reprise_operator.observed import ContainerFailure, Observed
-from tests.operator.factories import (
+from reprise_operator.observed import Observed
+from tests.support.factories import (
     NOT_READY,
     NOW,
     OLD,
-    READY,
-    RECONCILING,
-    STALLED,
     child,
-    conditions,
     deployment_status,
-    kstatus,
-    message,
+    failing,
+    failure,
     metrics,
     observed,
     planned,
     pod,
-    reason,
-    status_of,
+    settled_status,
 )
+from tests.support.statuses import READY, RECONCILING, STALLED, conditions, kstatus, message, reason, status_of
 
 
 def test_the_first_status_already_says_not_ready() -> None:
@@ -63,7 +59,7 @@ def test_ready() -> None:
         plan,
         pod("qwen-a", metrics=metrics()),
         pod("qwen-b", metrics=metrics()),
-        status=deployment_status(replicas=2, updated=2, ready=2, available=2),
+        status=settled_status(2),
     )
     status = status_of(plan, seen)
     assert kstatus(status) == READY
@@ -112,8 +108,8 @@ def test_it_is_not_ready_before_the_new_spec_is_applied() -> None:
 def test_it_is_not_ready_while_its_init_container_fails() -> None:
     """Fault operator 6: Ready while an init container crash-loops."""
     plan = planned()
-    failure = ContainerFailure(container="fetch", reason="CrashLoopBackOff", message="no route", exit_code=1, init=True)
-    status = status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
+    cause = failure("CrashLoopBackOff", words="no route", code=1, container="fetch", init=True)
+    status = status_of(plan, failing(plan, cause))
     assert kstatus(status) == STALLED
     assert message(status, "Stalled") == "Pod qwen-a, container fetch fails (exit code 1): no route"
 
@@ -129,7 +125,7 @@ def test_a_service_without_its_network_service_is_not_ready() -> None:
 )
 def test_no_pods_wanted_and_none_there_is_ready_but_not_available(spec: dict[str, Any], expected: str) -> None:
     plan = planned(spec)
-    status = status_of(plan, observed(plan, status=deployment_status(replicas=0, updated=0, ready=0, available=0)))
+    status = status_of(plan, observed(plan, status=settled_status(0)))
     assert kstatus(status) == READY
     assert reason(status) == expected
     assert conditions(status)["Available"][0] == "False"

@@ -9,32 +9,25 @@ import pytest
 
 from reprise_operator.events import transitions
 from reprise_operator.kinds import HORIZONTAL_POD_AUTOSCALERS, OPTIONAL_TYPES, SCALED_OBJECTS
-from reprise_operator.observed import ContainerFailure, Observed, ObservedChild
+from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan
-from tests.operator.factories import (
+from tests.support.factories import (
     CURRENT,
+    HPA,
+    KEDA,
     NOW,
     OLD,
-    READY,
-    RECONCILING,
-    STALLED,
+    PROMETHEUS,
+    TO_ZERO,
     child,
-    conditions,
     deployment_status,
-    kstatus,
+    failure,
     merged,
-    message,
     observed,
     planned,
     pod,
-    reason,
-    status_of,
 )
-
-SERVER = {"serverAddress": "http://prometheus:9090"}
-HPA: dict[str, Any] = {"autoscaling": {"minReplicas": 2, "maxReplicas": 5}}
-KEDA: dict[str, Any] = {"autoscaling": {"minReplicas": 2, "maxReplicas": 5, "provider": "keda", "prometheus": SERVER}}
-TO_ZERO: dict[str, Any] = {"autoscaling": {**KEDA["autoscaling"], "minReplicas": 0}}
+from tests.support.statuses import READY, RECONCILING, STALLED, conditions, kstatus, message, reason, status_of
 
 
 def scaled(plan: Plan, wanted: int, *conditions: tuple[str, str, str], **figures: int) -> Observed:
@@ -98,7 +91,7 @@ def test_a_pod_that_fails_is_a_fault_however_many_serve() -> None:
     failing = pod(
         "qwen-d",
         ready=False,
-        failures=[ContainerFailure(container="engine", reason="CrashLoopBackOff", restart_count=4, exit_code=1)],
+        failures=[failure("CrashLoopBackOff", code=1, restarts=4)],
     )
     status = status_of(plan, replace(scaled(plan, 4, ACTIVE, ready=3, available=3), pods=(pod(), failing)))
     assert (kstatus(status), reason(status)) == (STALLED, "ContainerCrashing")
@@ -182,7 +175,7 @@ def test_what_autoscaling_says(
 
 
 def test_a_query_of_the_users_may_wake_from_zero() -> None:
-    prometheus = {**SERVER, "query": "sum(x)"}
+    prometheus = {**PROMETHEUS, "query": "sum(x)"}
     plan = planned({"autoscaling": {**TO_ZERO["autoscaling"], "target": 3, "prometheus": prometheus}})
     told = message(status_of(plan, scaled(plan, 1, ("Ready", "True", "x"))), "AutoscalingActive")
     assert told == "Between 0 and 5 pods, by spec.autoscaling.prometheus.query."

@@ -9,146 +9,91 @@ from typing import Any
 import pytest
 
 from reprise_operator.conditions import clip
-from reprise_operator.diagnosis import UNSCHEDULABLE_SECONDS
 from reprise_operator.observed import ContainerFailure, Observed
+from reprise_operator.readiness import UNSCHEDULABLE_SECONDS
 from reprise_operator.spec import SpecError, identity_of
 from reprise_operator.status import build_status
-from tests.operator.factories import (
+from tests.support.factories import (
     NOT_READY,
     NOW,
     OLD,
-    READY,
-    RECONCILING,
     SETTINGS,
-    STALLED,
     body,
     child,
-    conditions,
     deployment_status,
-    kstatus,
+    failing,
+    failure,
     merged,
-    message,
     metrics,
     observed,
     planned,
     pod,
-    reason,
-    status_of,
     window,
 )
+from tests.support.statuses import READY, RECONCILING, STALLED, conditions, kstatus, message, reason, status_of
 
 FAILURES: list[tuple[str, ContainerFailure, str, str]] = [
-    (
-        "image",
-        ContainerFailure(container="engine", reason="ErrImagePull", message="not found"),
-        "ImagePullFailed",
-        "cannot be pulled: not found",
-    ),
-    (
-        "image name",
-        ContainerFailure(container="engine", reason="InvalidImageName", message="bad reference"),
-        "ImagePullFailed",
-        "bad reference",
-    ),
+    ("image", failure("ErrImagePull", words="not found"), "ImagePullFailed", "cannot be pulled: not found"),
+    ("image name", failure("InvalidImageName", words="bad reference"), "ImagePullFailed", "bad reference"),
     (
         "secret",
-        ContainerFailure(container="engine", reason="CreateContainerConfigError", message='secret "k" not found'),
+        failure("CreateContainerConfigError", words='secret "k" not found'),
         "SecretNotFound",
         'secret "k" not found',
     ),
     (
         "secret's key",
-        ContainerFailure(
-            container="engine", reason="CreateContainerConfigError", message="couldn't find key a in Secret llm/k"
-        ),
+        failure("CreateContainerConfigError", words="couldn't find key a in Secret llm/k"),
         "SecretNotFound",
         "couldn't find key a",
     ),
     (
         "root",
-        ContainerFailure(container="engine", reason="CreateContainerConfigError", message="container has runAsNonRoot"),
+        failure("CreateContainerConfigError", words="container has runAsNonRoot"),
         "ContainerConfigInvalid",
         "runAsNonRoot",
     ),
     (
         "mount",
-        ContainerFailure(container="", reason="FailedMount", message="hostPath type check failed"),
+        failure("FailedMount", words="hostPath type check failed", container=""),
         "VolumeMountFailed",
         "hostPath type check failed",
     ),
-    (
-        "host memory",
-        ContainerFailure(container="engine", reason="OOMKilled", exit_code=137, restart_count=1),
-        "OutOfMemory",
-        "resources.limits.memory",
-    ),
+    ("host memory", failure("OOMKilled", code=137, restarts=1), "OutOfMemory", "resources.limits.memory"),
     (
         "host memory, waiting",
-        ContainerFailure(
-            container="engine",
-            reason="CrashLoopBackOff",
-            terminated_reason="OOMKilled",
-            exit_code=137,
-            message="INFO ok",
-        ),
+        failure("CrashLoopBackOff", words="INFO ok", code=137, terminated="OOMKilled"),
         "OutOfMemory",
         "resources.limits.memory",
     ),
     (
         "device memory",
-        ContainerFailure(
-            container="engine",
-            reason="Error",
-            exit_code=1,
-            message="RuntimeError: NPU out of memory. Tried to allocate 2 GiB",
-        ),
+        failure("Error", words="RuntimeError: NPU out of memory. Tried to allocate 2 GiB", code=1),
         "DeviceOutOfMemory",
         "memory.utilization",
     ),
     (
         "architecture",
-        ContainerFailure(
-            container="engine", reason="Error", exit_code=1, message="UnsupportedModel: Qwen2VL is multimodal"
-        ),
+        failure("Error", words="UnsupportedModel: Qwen2VL is multimodal", code=1),
         "UnsupportedModel",
         "Qwen2VL is multimodal",
     ),
-    (
-        "no model",
-        ContainerFailure(container="engine", reason="Error", exit_code=1, message="ModelNotFound: /model is empty"),
-        "ModelNotFound",
-        "/model is empty",
-    ),
+    ("no model", failure("Error", words="ModelNotFound: /model is empty", code=1), "ModelNotFound", "/model is empty"),
     (
         "cut off",
-        ContainerFailure(container="engine", reason="Error", exit_code=1, message="DamagedModel: config.json is empty"),
+        failure("Error", words="DamagedModel: config.json is empty", code=1),
         "DamagedModel",
         "config.json is empty",
     ),
-    (
-        "KV pool",
-        ContainerFailure(container="engine", reason="Error", exit_code=1, message="InsufficientMemory: 3 blocks"),
-        "InsufficientMemory",
-        "3 blocks",
-    ),
-    (
-        "argument",
-        ContainerFailure(container="engine", reason="Error", exit_code=2, message="error: unrecognized arguments: --x"),
-        "InvalidArguments",
-        "--x",
-    ),
+    ("KV pool", failure("Error", words="InsufficientMemory: 3 blocks", code=1), "InsufficientMemory", "3 blocks"),
+    ("argument", failure("Error", words="error: unrecognized arguments: --x", code=2), "InvalidArguments", "--x"),
     (
         "crash loop",
-        ContainerFailure(container="engine", reason="CrashLoopBackOff", exit_code=3, message="KeyError: 'q'"),
+        failure("CrashLoopBackOff", words="KeyError: 'q'", code=3),
         "ContainerCrashing",
         "(exit code 3): KeyError: 'q'",
     ),
-    (
-        "third crash",
-        ContainerFailure(container="engine", reason="Error", exit_code=3, restart_count=2),
-        "ContainerCrashing",
-        "see its log",
-    ),
+    ("third crash", failure("Error", code=3, restarts=2), "ContainerCrashing", "see its log"),
 ]
 
 
@@ -157,7 +102,7 @@ FAILURES: list[tuple[str, ContainerFailure, str, str]] = [
 )
 def test_what_stops_a_pod_is_said_with_its_last_words(failure: ContainerFailure, expected: str, words: str) -> None:
     plan = planned({"memory": {"autoTune": False}})
-    status = status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
+    status = status_of(plan, failing(plan, failure))
     assert kstatus(status) == STALLED
     assert conditions(status)["Stalled"] == ("True", expected)
     assert words in message(status, "Stalled")
@@ -167,7 +112,7 @@ def test_what_stops_a_pod_is_said_with_its_last_words(failure: ContainerFailure,
 
 def test_it_recovers_by_itself_once_the_cause_is_gone() -> None:
     plan = planned()
-    stalled = status_of(plan, observed(plan, pod(ready=False, failures=[FAILURES[0][1]]), status=NOT_READY))
+    stalled = status_of(plan, failing(plan, FAILURES[0][1]))
     assert kstatus(status_of(plan, observed(plan, pod()), stalled, now=NOW + 60)) == READY
 
 
@@ -175,8 +120,8 @@ def test_the_two_phases_of_a_failing_pull_read_alike() -> None:
     plan = planned()
 
     def status(kind: str, words: str) -> Mapping[str, Any]:
-        failure = ContainerFailure(container="engine", reason=kind, message=words)
-        return status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
+        cause = failure(kind, words=words)
+        return status_of(plan, failing(plan, cause))
 
     assert status("ErrImagePull", "rpc error: not found") == status(
         "ImagePullBackOff", 'Back-off pulling image "x:1": ErrImagePull: rpc error: not found'
@@ -187,8 +132,8 @@ def test_the_growing_delay_of_a_crash_loop_is_no_news() -> None:
     plan = planned()
 
     def status(words: str) -> Mapping[str, Any]:
-        failure = ContainerFailure(container="engine", reason="CrashLoopBackOff", message=words, exit_code=1)
-        return status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
+        cause = failure("CrashLoopBackOff", words=words, code=1)
+        return status_of(plan, failing(plan, cause))
 
     assert status("back-off 10s restarting failed container=engine pod=x") == status(
         "back-off 5m0s restarting failed container=engine pod=x"
@@ -197,10 +142,8 @@ def test_the_growing_delay_of_a_crash_loop_is_no_news() -> None:
 
 def test_one_crash_is_a_hiccup() -> None:
     plan = planned()
-    failure = ContainerFailure(
-        container="engine", reason="Error", exit_code=1, restart_count=1, message="reset by peer"
-    )
-    status = status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
+    cause = failure("Error", words="reset by peer", code=1, restarts=1)
+    status = status_of(plan, failing(plan, cause))
     assert kstatus(status) == RECONCILING
     assert reason(status) == "ContainerRestarting"
 
@@ -334,8 +277,8 @@ def test_a_long_message_keeps_its_end() -> None:
     assert clipped.startswith("Traceback")
     assert clipped.endswith("ValueError: the cause")
     plan = planned()
-    failure = ContainerFailure(container="engine", reason="CrashLoopBackOff", message=trace, exit_code=1)
-    status = status_of(plan, observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY))
+    cause = failure("CrashLoopBackOff", words=trace, code=1)
+    status = status_of(plan, failing(plan, cause))
     assert message(status, "Stalled").endswith("ValueError: the cause")
     assert message(status, "Stalled").startswith("Pod qwen-a, container engine fails (exit code 1)")
 
@@ -345,7 +288,7 @@ def test_exactly_one_of_the_three_is_true() -> None:
     cases = [
         observed(plan, pod()),
         observed(plan, pod(ready=False), status=NOT_READY),
-        *(observed(plan, pod(ready=False, failures=[failure]), status=NOT_READY) for _, failure, _, _ in FAILURES),
+        *(failing(plan, failure) for _, failure, _, _ in FAILURES),
         unschedulable(10),
     ]
     for case in cases:

@@ -6,20 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from reprise_operator.observed import ContainerFailure
-from tests.operator.factories import (
-    NOT_READY,
-    OLD,
-    RECONCILING,
-    STALLED,
-    kstatus,
-    message,
-    observed,
-    planned,
-    pod,
-    reason,
-    status_of,
-)
+from tests.support.factories import NOT_READY, OLD, failing, failure, observed, planned, pod
+from tests.support.statuses import RECONCILING, STALLED, kstatus, message, reason, status_of
 
 FETCHED = planned({"model": {"uri": "hf://Qwen/Qwen3-8B"}})
 
@@ -61,25 +49,17 @@ def test_otherwise_it_is_ordinary_progress(other: object) -> None:
     ],
 )
 def test_why_a_fetch_failed_is_told_in_its_own_words(words: str, expected: str) -> None:
-    for failure in (
-        ContainerFailure(container="fetch", reason="Error", exit_code=4, message=words, init=True),
-        ContainerFailure(
-            container="fetch",
-            reason="CrashLoopBackOff",
-            terminated_reason="Error",
-            exit_code=4,
-            message=words,
-            restart_count=3,
-            init=True,
-        ),
+    for cause in (
+        failure("Error", words=words, code=4, container="fetch", init=True),
+        failure("CrashLoopBackOff", words=words, code=4, restarts=3, container="fetch", terminated="Error", init=True),
     ):
-        status = status_of(FETCHED, observed(FETCHED, pod(ready=False, failures=[failure]), status=NOT_READY))
+        status = status_of(FETCHED, failing(FETCHED, cause))
         assert (kstatus(status), reason(status)) == (STALLED, expected)
         assert words in message(status, "Stalled")
         assert "container fetch" in message(status, "Stalled")
 
 
 def test_an_image_that_cannot_be_pulled_is_not_said_to_be_the_engines() -> None:
-    failure = ContainerFailure(container="fetch", reason="ImagePullBackOff", message="", init=True)
-    status = status_of(FETCHED, observed(FETCHED, pod(ready=False, failures=[failure]), status=NOT_READY))
+    cause = failure("ImagePullBackOff", container="fetch", init=True)
+    status = status_of(FETCHED, failing(FETCHED, cause))
     assert reason(status) == "ImagePullFailed"

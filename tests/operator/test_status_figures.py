@@ -11,20 +11,8 @@ from reprise_operator.figures import MAX_REPLICAS_LISTED
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan
-from tests.operator.factories import (
-    NOW,
-    OLD,
-    READY,
-    conditions,
-    kstatus,
-    message,
-    metrics,
-    observed,
-    planned,
-    pod,
-    status_of,
-    window,
-)
+from tests.support.factories import NOW, OLD, metrics, observed, planned, pod, window
+from tests.support.statuses import READY, conditions, kstatus, message, status_of
 
 
 def test_prefix_caching_is_what_the_pods_report_not_what_the_spec_asks() -> None:
@@ -152,7 +140,7 @@ def test_after_a_restart_the_last_figure_stands_until_the_window_is_full() -> No
 
 
 def test_a_failing_scrape_keeps_the_last_figures_and_is_no_news() -> None:
-    """The scraper keeps what it read last for a while (test_observe.py); the fault beside it is not told yet."""
+    """The scraper keeps what it read last for a while (test_scraper.py); the fault beside it is not told yet."""
     plan = planned()
     seen, hits = traffic(2000, 1500)
     before = status_of(plan, seen, hits=hits)

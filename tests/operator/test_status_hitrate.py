@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reprise_operator.hitrate import HitFigures, HitRateWindow
 from reprise_operator.observed import ObservedPod
-from tests.operator.factories import NOW, metrics, pod, window
+from tests.support.factories import NOW, metrics, pod, window
 
 
 def at(seconds: float, queries: float, hits: float, *, name: str = "a", started: float = -1e6) -> ObservedPod:

@@ -15,7 +15,7 @@ from reprise_operator.plan import plan
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
 from reprise_operator.tuning import STEP, MemoryEnd, MemoryState, carried, lowered, memory_status
-from tests.operator.factories import SETTINGS, body, container, merged
+from tests.support.factories import SETTINGS, body, container, merged
 
 
 def end(number: int = 1, *, pod: str = "pod-1") -> MemoryEnd:

@@ -80,7 +80,14 @@ class CountingRunner:
         time.sleep(self._seconds)
         sampled: dict[RequestId, TokenId] = {}
         logprobs: dict[RequestId, TokenLogprobs] = {}
+        scores: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
         for part in step.requests:
+            if part.scored:
+                shown = range(part.sampling.prompt_logprobs or 0)
+                scores[part.request_id] = tuple(
+                    TokenLogprobs(token, -0.25, 2, tuple((token + rank, -0.125 - rank) for rank in shown))
+                    for token in part.scored
+                )
             if not part.samples:
                 continue
             last = part.token_ids[-1]
@@ -93,7 +100,7 @@ class CountingRunner:
             if part.sampling.logprobs is not None:
                 top = tuple((token + rank, -0.5 - rank) for rank in range(part.sampling.logprobs))
                 logprobs[part.request_id] = TokenLogprobs(token, -0.5, 1, top)
-        return StepResult(step_id=step.step_id, sampled=sampled, logprobs=logprobs)
+        return StepResult(step_id=step.step_id, sampled=sampled, logprobs=logprobs, prompt_logprobs=scores)
 
 
 def _spring(last: TokenId) -> None:

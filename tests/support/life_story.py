@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from reprise_operator.kinds import CHILD_TYPES, WORKLOAD_KINDS, ResourceType
+from reprise_operator.kinds import ALL_CHILD_TYPES, WORKLOAD_KINDS, ResourceType
 from reprise_operator.naming import NAME_LABEL
 from tests.support.kubectl import Kubectl, eventually, secret
 
@@ -25,7 +25,17 @@ CHAPTERS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("kept", {"disruption": {"minAvailable": 1}, "replicas": 2}),
     ("monitored", {"monitoring": {"podMonitor": {"enabled": True}}}),
     ("scaled", {"autoscaling": {"minReplicas": 1, "maxReplicas": 3, "provider": "hpa"}}),
-    ("eventful", {"autoscaling": {"minReplicas": 1, "maxReplicas": 3, "provider": "keda"}}),
+    (
+        "eventful",
+        {
+            "autoscaling": {
+                "minReplicas": 1,
+                "maxReplicas": 3,
+                "provider": "keda",
+                "prometheus": {"serverAddress": "http://prometheus.example:9090"},
+            }
+        },
+    ),
     ("persistent", {"prefixCaching": {"persistence": {"size": "1Gi"}}}),
     ("warmed", {"prefixCaching": {"warmup": {"prompts": ["You are"]}}}),
     (
@@ -77,7 +87,7 @@ class Story:
     def _leftovers(self) -> None:
         """Of each kind of child one that no plan names, as an older release may have left it, is deleted."""
         left = []
-        for resource in CHILD_TYPES:
+        for resource in ALL_CHILD_TYPES:
             if resource.kind in WORKLOAD_KINDS:
                 continue  # one that no plan names serves on until another does (handover.py)
             made = next(iter(self.kubectl.list(qualified(resource), NAME_LABEL)), None)
@@ -106,7 +116,7 @@ class Story:
         return -1 if body is None else int(body["spec"]["replicas"])
 
     def _children(self) -> list[Manifest]:
-        return [child for resource in CHILD_TYPES for child in self.kubectl.list(qualified(resource), NAME_LABEL)]
+        return [child for resource in ALL_CHILD_TYPES for child in self.kubectl.list(qualified(resource), NAME_LABEL)]
 
 
 def service(name: str, spec: Mapping[str, Any]) -> Manifest:
@@ -147,7 +157,7 @@ def stand_ins(kubectl: Kubectl) -> Iterator[Manifest]:
     """CRDs for the kinds of child that this API server does not have (of operators that are not installed): they take
     anything. For a story that only asks whether they may be written."""
     served = set(kubectl("api-resources", "--verbs=list", "-o", "name").split())
-    for resource in CHILD_TYPES:
+    for resource in ALL_CHILD_TYPES:
         name = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
         if name not in served:
             yield _anything(resource, name)

@@ -23,6 +23,7 @@ from reprise_engine.config import (
     SchedulerConfig,
 )
 from reprise_engine.entrypoints.bench_arguments import add_bench_arguments
+from reprise_engine.entrypoints.chat_arguments import add_chat_arguments
 from reprise_engine.entrypoints.evaluate import add_eval_arguments
 from reprise_engine.entrypoints.fetch import add_fetch_arguments
 from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES, add_http_arguments, api_keys, http_options
@@ -46,9 +47,8 @@ ISOLATION_VARIABLE = "REPRISE_PREFIX_CACHE_ISOLATION_SECRET"
 MIN_SECRET_LENGTH = 16
 
 _NOT_SUPPORTED = {
-    "enable-auto-tool-choice": "tool calling is not supported yet",
-    "tool-call-parser": "tool calling is not supported yet",
-    "reasoning-parser": "separating reasoning from the answer is not supported yet",
+    "tool-parser-plugin": "the formats of tool calls are built in",
+    "reasoning-parser-plugin": "the formats of reasoning are built in",
     "pipeline-parallel-size": "one process serves the model",
     "data-parallel-size": "run several replicas instead",
     "quantization": "quantised weights are read from GGUF files only",
@@ -214,7 +214,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on (all)")  # noqa: S104
     server.add_argument("--port", type=port, default=8000, help="(8000); 0 takes a free one")
-    server.add_argument("--chat-template", metavar="FILE", help="file, or the template itself")
+    add_chat_arguments(server)
     server.add_argument(
         "--generation-config", default="auto", metavar="SOURCE", help="default sampling: auto, vllm (none) or a folder"
     )
@@ -304,6 +304,9 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
         served_names=tuple(parsed.served_model_name or ()),
         api_keys=keys,
         chat_template=parsed.chat_template,
+        auto_tool_choice=parsed.enable_auto_tool_choice,
+        tool_call_parser=parsed.tool_call_parser,
+        reasoning_parser=parsed.reasoning_parser,
         generation_config=parsed.generation_config,
         override_generation_config=parsed.override_generation_config,
         force_include_usage=parsed.enable_force_include_usage,

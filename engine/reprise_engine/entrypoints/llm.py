@@ -32,9 +32,18 @@ from reprise_engine.config import (
     ModelConfig,
     ResolvedConfig,
     SchedulerConfig,
+    cache_folder,
 )
 from reprise_engine.core import build_core
-from reprise_engine.entrypoints.prompts import ChatMessage, Prompt, as_conversations, as_params, as_prompts
+from reprise_engine.entrypoints.outputs import Completion, GenerationOutput
+from reprise_engine.entrypoints.prompts import (
+    ChatMessage,
+    Prompt,
+    as_conversations,
+    as_params,
+    as_prompts,
+    complete_params,
+)
 from reprise_engine.errors import ContextLengthExceeded, RequestError
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.loop import EngineCore
@@ -44,32 +53,6 @@ from reprise_engine.text import OutputText, Tokenizer, load_tokenizer
 
 # OpenAI's and vLLM's length of a completion that names none. A chat goes on to the end of its turn.
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """The generated sequence. `stop_reason` is the stop string or stop token that ended it, if one of those did."""
-
-    index: int
-    text: str
-    token_ids: tuple[TokenId, ...]
-    finish_reason: str
-    stop_reason: str | int | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOutput:
-    """One prompt and what became of it. `num_cached_tokens` of the prompt were not computed but found in the cache;
-    `cache_explanation` says why not more."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[TokenId, ...]
-    outputs: tuple[Completion, ...]
-    num_cached_tokens: int
-    cache_explanation: CacheExplanation | None
-    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -82,6 +65,7 @@ class _Generation:
     parts: list[str] = field(default_factory=list)
     token_ids: list[TokenId] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
     cache_explanation: CacheExplanation | None = None
     finish_reason: str | None = None
@@ -147,7 +131,7 @@ class LLM:
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
                     prefix_caching_hash_algo=prefix_caching_hash_algo,
                     prefix_cache_host_memory=prefix_cache_host_memory,
-                    prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
+                    prefix_cache_dir=cache_folder(prefix_cache_dir),
                     prefix_cache_disk_size=prefix_cache_disk_size,
                 ),
                 scheduler=SchedulerConfig(
@@ -291,13 +275,7 @@ class LLM:
                 f"{self._config.vocab_size - 1}.",
                 param="prompt",
             )
-        unknown = [token for token in params.stop_token_ids if not 0 <= token < self._config.vocab_size]
-        if unknown:
-            raise RequestError(
-                f"stop_token_ids holds {unknown[0]}; the model's vocabulary goes from 0 to "
-                f"{self._config.vocab_size - 1}.",
-                param="stop_token_ids",
-            )
+        params = complete_params(params, vocab_size=self._config.vocab_size, tokenizer=self._tokenizer)
         room = self._config.max_model_len - len(token_ids)
         if room < 1:
             raise ContextLengthExceeded(
@@ -337,6 +315,7 @@ class LLM:
                 raise output.error
             if generation.finish_reason is not None:
                 continue  # a stop string ended it; the engine had one more token under way
+            generation.prompt_logprobs += output.prompt_logprobs
             generation.cached_tokens = output.cached_tokens
             generation.cache_explanation = output.cache_explanation
             if generation.text is None:
@@ -366,6 +345,7 @@ def _end(core: EngineCore) -> None:
 
 def _output_of(generation: _Generation) -> GenerationOutput:
     assert generation.finish_reason is not None
+    sampling = generation.request.sampling
     return GenerationOutput(
         request_id=generation.request.request_id,
         prompt=generation.prompt,
@@ -377,9 +357,10 @@ def _output_of(generation: _Generation) -> GenerationOutput:
                 token_ids=tuple(generation.token_ids),
                 finish_reason=generation.finish_reason,
                 stop_reason=generation.stop_reason,
-                logprobs=None if generation.request.sampling.logprobs is None else tuple(generation.logprobs),
+                logprobs=None if sampling.logprobs is None else tuple(generation.logprobs),
             ),
         ),
+        prompt_logprobs=None if sampling.prompt_logprobs is None else (None, *generation.prompt_logprobs),
         num_cached_tokens=generation.cached_tokens,
         cache_explanation=generation.cache_explanation,
     )

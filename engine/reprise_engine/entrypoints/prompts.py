@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from reprise_engine.errors import RequestError
 from reprise_engine.request import SamplingParams, TokenId
+from reprise_engine.text import Tokenizer
+from reprise_engine.text.bad_words import bad_word_tokens
 
 ChatMessage = Mapping[str, Any]
 
@@ -54,3 +57,24 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
             param="sampling_params",
         )
     return list(params)
+
+
+def complete_params(params: SamplingParams, *, vocab_size: int, tokenizer: Tokenizer | None) -> SamplingParams:
+    """With the tokens of its banned words. Raises RequestError for token ids that the model does not have."""
+    if params.bad_words:
+        if tokenizer is None:
+            raise RequestError("`bad_words` need a tokenizer, but skip_tokenizer_init is set.", param="bad_words")
+        words = (*params.bad_words_token_ids, *bad_word_tokens(tokenizer, params.bad_words))
+        params = replace(params, bad_words_token_ids=words)
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", tuple(params.logit_bias or ())),
+        ("bad_words_token_ids", tuple(token for word in params.bad_words_token_ids for token in word)),
+    ):
+        unknown = [token for token in tokens if not 0 <= token < vocab_size]
+        if unknown:
+            raise RequestError(
+                f"{name} holds {unknown[0]}; the model's vocabulary goes from 0 to {vocab_size - 1}.", param=name
+            )
+    return params

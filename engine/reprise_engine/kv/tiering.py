@@ -330,8 +330,9 @@ class Tiering:
         if self.disk is not None and (self._reading or self._writing):
             self.disk.wait(seconds)
 
-    def clear(self) -> tuple[int, int]:
-        """Forgets all; returns the blocks that were in host memory, and on the disk."""
+    def clear(self) -> tuple[int, int | None]:
+        """Forgets all; returns the blocks that were in host memory, and those deleted from the disk, None where that
+        still goes on."""
         for slot in self._due.values():
             self._to_write.discard(slot)
             self.slots.filled(slot, good=False)
@@ -344,6 +345,11 @@ class Tiering:
     def tiers(self) -> tuple[Tier, ...]:
         """Those there are, the fastest first. The slots are one also where they only pass blocks through."""
         return (Tier.HOST,) if self.disk is None else (Tier.HOST, Tier.DISK)
+
+    def hurry(self, seconds: float) -> None:
+        """The engine ends: other processes that use the disk are waited for at most so long."""
+        if self.disk is not None:
+            self.disk.hurry(seconds)
 
     def close(self, seconds: float) -> None:
         """Ends the disk's threads, after they have written what they were told to, as far as the time goes."""

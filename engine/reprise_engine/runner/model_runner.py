@@ -1,19 +1,26 @@
-"""Runs a Step: stores, loads, copies, forward pass, sampling. Knows nothing of requests beyond the step it is given."""
+"""Runs a Step: stores, loads, copies, forward pass, log-probabilities of the prompt, sampling. Knows nothing of
+requests beyond the step it is given."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from time import perf_counter
 
 import torch
+from torch import nn
 
 from reprise_engine.attention.base import AttentionBackend, LayerKV
 from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.models.loader import LoadedModel
+from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
 from reprise_engine.runner.transfer import KVTransfer
-from reprise_engine.sampler import sample
+from reprise_engine.sampler import mask_logits, sample
 from reprise_engine.step import Step, StepResult
+from reprise_engine.structured.masks import Grammars
+from reprise_engine.token_logprobs import token_logprobs
+
+SCORED_ROWS = 32
+"""Rows of logits that are there at once for the log-probabilities of a prompt."""
 
 
 class ModelRunner:
@@ -27,12 +34,17 @@ class ModelRunner:
         *,
         seed: int,
         transfer: KVTransfer | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._kv = kv
         self._seed = seed
         self._transfer = transfer
+        self._grammars = grammars
+        # transformers leaves both untyped.
+        self._decoder: nn.Module = model.module.get_decoder()  # type: ignore[no-untyped-call]
+        self._head: nn.Module = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._num_blocks, self._block_size = kv[0].key_BSKH.shape[:2]
 
     def run(self, step: Step) -> StepResult:
@@ -42,22 +54,33 @@ class ModelRunner:
             self._copy_blocks(step)
             return StepResult(step_id=step.step_id, sampled={}, transfer_seconds=seconds)
         batch = build_batch(step, block_size=self._block_size, num_blocks=self._num_blocks, device=self._model.device)
+        pending = None if self._grammars is None else self._grammars.masks(batch.sampling)
         transfer_seconds = self._transfer_blocks(step)
         with torch.inference_mode():
             self._copy_blocks(step)
-            logits_RV = self._forward(batch)
+            hidden_TD = self._forward(batch)
+            prompt_logprobs = self._score_prompts(hidden_TD, step)
             if not batch.sampling:
-                return StepResult(step_id=step.step_id, sampled={}, transfer_seconds=transfer_seconds)
+                return StepResult(
+                    step_id=step.step_id,
+                    sampled={},
+                    prompt_logprobs=prompt_logprobs,
+                    transfer_seconds=transfer_seconds,
+                )
+            logits_RV = self._logits(hidden_TD[batch.logits_rows])
+            masks = None if pending is None else pending.result()
+            if masks is not None:
+                mask_logits(logits_RV, masks.rows, masks.words_MW)
             choices = sample(logits_RV, batch.sampling, engine_seed=self._seed)
-        request_ids = [request.request_id for request in batch.sampling]
+        chosen = {request.request_id: choice for request, choice in zip(batch.sampling, choices, strict=True)}
         return StepResult(
             step_id=step.step_id,
-            sampled={request_id: choice.token_id for request_id, choice in zip(request_ids, choices, strict=True)},
+            sampled={request_id: choice.token_id for request_id, choice in chosen.items()},
             logprobs={
-                request_id: choice.logprobs
-                for request_id, choice in zip(request_ids, choices, strict=True)
-                if choice.logprobs is not None
+                request_id: choice.logprobs for request_id, choice in chosen.items() if choice.logprobs is not None
             },
+            prompt_logprobs=prompt_logprobs,
+            errors={} if masks is None else masks.errors,
             transfer_seconds=transfer_seconds,
         )
 
@@ -68,11 +91,10 @@ class ModelRunner:
         """
         batch = build_batch(step, block_size=self._block_size, num_blocks=self._num_blocks, device=self._model.device)
         self._transfer_blocks(step)
-        if every_token:
-            batch = replace(batch, logits_rows=torch.arange(step.num_tokens, device=self._model.device))
         with torch.inference_mode():
             self._copy_blocks(step)
-            return self._forward(batch)
+            hidden_TD = self._forward(batch)
+            return self._logits(hidden_TD if every_token else hidden_TD[batch.logits_rows])
 
     def _transfer_blocks(self, step: Step) -> float:
         """Returns the seconds that it took."""
@@ -101,12 +123,36 @@ class ModelRunner:
             self._backend.copy_blocks(layer, copies)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        output = self._model.module(
+        """The last hidden states (T, D) of the step's tokens."""
+        output = self._decoder(
             input_ids=batch.input_ids_1T,
             position_ids=batch.position_ids_1T,
             use_cache=False,
-            logits_to_keep=batch.logits_rows,
             paged=PagedContext(backend=self._backend, kv=self._kv, metadata=batch.metadata),
         )
-        logits_1RV: torch.Tensor = output.logits
-        return logits_1RV[0].float()
+        hidden_1TD: torch.Tensor = output.last_hidden_state
+        return hidden_1TD[0]
+
+    def _logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits_RV: torch.Tensor = self._head(hidden_RD)
+        return logits_RV.float()
+
+    def _score_prompts(self, hidden_TD: torch.Tensor, step: Step) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
+        """Log-probabilities of the tokens to be scored, with a few rows of logits at a time."""
+        found: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
+        first = 0
+        for request in step.requests:
+            row = first + request.scored_from
+            first += len(request.token_ids)
+            if not request.scored:
+                continue
+            scores: list[TokenLogprobs] = []
+            for start in range(0, len(request.scored), SCORED_ROWS):
+                tokens = request.scored[start : start + SCORED_ROWS]
+                scores += token_logprobs(
+                    self._logits(hidden_TD[row + start : row + start + len(tokens)]),  # held by nobody afterwards
+                    tokens,
+                    num_top=request.sampling.prompt_logprobs or 0,
+                )
+            found[request.request_id] = tuple(scores)
+        return found

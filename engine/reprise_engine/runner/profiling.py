@@ -43,8 +43,8 @@ class NPUPeak:
 def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: int) -> tuple[Step, int]:
     """The largest step the scheduler may build, and the number of blocks it needs.
 
-    max_num_batched_tokens new tokens, spread over as many requests as may run, each of which samples. With few tokens
-    the profile would under-count.
+    max_num_batched_tokens new tokens, spread over as many requests as may run, each of which samples, and one of which
+    has its prompt scored. With few tokens the profile would under-count.
     """
     tokens = scheduler.batched_tokens(max_model_len=max_model_len)
     num_requests = max(min(scheduler.max_num_seqs, tokens), -(-tokens // max_model_len))
@@ -60,7 +60,8 @@ def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: 
                 start=0,
                 block_table=tuple(BlockId(block) for block in range(next_block, next_block + num_blocks)),
                 samples=True,
-                sampling=SamplingParams(temperature=1.0, top_p=0.9),
+                sampling=SamplingParams(temperature=1.0, top_p=0.9, prompt_logprobs=20),
+                scored=(0,) * (length - 1) if index == 0 else (),
             )
         )
         next_block += num_blocks

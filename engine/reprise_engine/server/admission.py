@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -14,7 +15,8 @@ from reprise_engine.server.errors import RETRY_LATER, SERVER_ERROR, error_body
 from reprise_engine.server.state import ServerState
 from reprise_engine.server.streaming import DONE, event
 
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+GENERATING_PATHS: Mapping[str, bytes] = {"/v1/chat/completions": DONE, "/v1/completions": DONE, "/v1/responses": b""}
+"""And what follows the last event of their streams."""
 
 _LAST_WORDS_SECONDS = 1.0
 """For a client to take the news that its stream is cut off."""
@@ -97,4 +99,5 @@ class Admission:
         elif Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream"):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                    await send({"type": "http.response.body", "body": event(body) + DONE, "more_body": False})
+                    last = event(body) + GENERATING_PATHS[scope["path"]]
+                    await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -13,7 +13,7 @@ from reprise_engine.server.access import REQUEST_ID_HEADER, Access
 from reprise_engine.server.admission import Admission
 from reprise_engine.server.auth import ApiKeys
 from reprise_engine.server.request_body import BoundedBody
-from reprise_engine.server.routes import admin, chat, completions, models, operations, page, tokens
+from reprise_engine.server.routes import admin, chat, completions, models, operations, page, responses, tokens
 from reprise_engine.server.state import ServerState
 from reprise_engine.server.tracing import Tracer
 
@@ -28,7 +28,7 @@ def create_app(state: ServerState, *, api_keys: Sequence[str] = (), tracer: Trac
     app.state.server = state
     app.state.has_api_keys = bool(api_keys)
     errors.install(app)
-    for routes in (models, chat, completions, tokens, operations, admin, page):
+    for routes in (models, chat, completions, responses, tokens, operations, admin, page):
         app.include_router(routes.router)
     return app
 

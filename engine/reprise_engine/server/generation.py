@@ -7,16 +7,21 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from reprise_engine.cache_report import CacheExplanation
 from reprise_engine.engine import EngineClient
-from reprise_engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from reprise_engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import OutputText, TextDelta
 from reprise_engine.text.detokenizer import Decoder
 
 _MAX_UNREAD = 64
 """Deltas of all sequences of a request that wait for its client; behind them the engine's outputs wait, bounded too."""
+
+
+class Explained(Protocol):
+    def added_to(self, explanation: CacheExplanation) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +33,30 @@ class Usage:
     cached_tokens: int
     explanations: tuple[CacheExplanation, ...] = ()
     """One a prompt, where the request asked for them."""
+    ended_in: Explained | None = None
+    """What is known besides of the only explanation."""
+    reasoning_tokens: int | None = None
+    """A part of `completion_tokens`; None where reasoning is not told apart."""
 
     def as_json(self) -> dict[str, object]:
         # cached_tokens is always there: a client must be able to tell "none" from "not told".
         details: dict[str, object] = {"cached_tokens": self.cached_tokens}
         if self.explanations:
-            shown = [one.as_json() for one in self.explanations]
+            shown = self.explained()
             details["cache_explanation"] = shown[0] if len(shown) == 1 else shown
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": details,
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+    def explained(self) -> list[dict[str, object]]:
+        """The explanations as JSON."""
+        return [one.as_json() if self.ended_in is None else self.ended_in.added_to(one) for one in self.explanations]
 
 
 class Generation:
@@ -56,7 +72,9 @@ class Generation:
         index: int,
         choice: int = 0,
         isolated: bool = False,
+        prompt_only: bool = False,
     ) -> None:
+        """With `prompt_only` what is generated is kept back: only the prompt is of interest."""
         self.request = request
         self.index = index
         self.counts_prompt = choice == 0
@@ -64,6 +82,9 @@ class Generation:
         self.cached_tokens = 0
         self.explanation: CacheExplanation | None = None
         self.completion_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens but the first, where they are asked for: all of them before the first token comes."""
+        self._prompt_only = prompt_only
         self._engine = engine
         self._metrics = metrics
         self._isolated = isolated
@@ -71,6 +92,11 @@ class Generation:
         self._last_token: float | None = None
         self.times: RequestTimes | None = None
         """Its milestones so far."""
+        self._ended: FinishReason | None = None
+
+    def end(self, reason: FinishReason) -> None:
+        """No more is wanted: the sequence counts as ended so, and `deltas` aborts it in the engine when resumed."""
+        self._ended = reason
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Ends after the delta with a finish_reason. Leaving early aborts the sequence in the engine."""
@@ -79,12 +105,18 @@ class Generation:
             async with aclosing(self._engine.generate(self.request)) as outputs:
                 async for output in outputs:
                     self.times = output.times
+                    self.prompt_logprobs += output.prompt_logprobs
                     delta = self._text.push(output)
                     self._count(output, len(delta.token_ids))
+                    if self._prompt_only:
+                        self.completion_tokens = 0
+                        ended = None if delta.finish_reason is None else FinishReason.LENGTH
+                        delta = TextDelta(text="", token_ids=(), finish_reason=ended)
                     if delta.finish_reason is not None:
                         finish_reason = delta.finish_reason
                     yield delta
-                    if delta.finish_reason is not None:
+                    finish_reason = self._ended or finish_reason
+                    if delta.finish_reason is not None or self._ended is not None:
                         break
         finally:
             self._metrics.finished(finish_reason, output_tokens=self.completion_tokens, times=self.times)

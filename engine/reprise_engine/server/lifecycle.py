@@ -33,6 +33,7 @@ from reprise_engine.server.pinning import warm_up
 from reprise_engine.server.state import Loaded, ServerState
 from reprise_engine.server.tracing import Tracer, otlp_tracer
 from reprise_engine.text import Tokenizer, load_tokenizer
+from reprise_engine.text.chat_formats import chat_formats
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop |
                 url = _url(listener)
                 for line in logs.describe_start(options.engine, state.loaded.resolved, url=url, names=names):
                     logger.info(line)
+                logger.info("  chat       %s", state.loaded.formats.described())
                 logger.info("  sampling   where a request says nothing: %s", state.loaded.defaults.described())
                 return await _until_stopped(state, engine, stop, http, options.shutdown_timeout)
             finally:
@@ -237,7 +239,16 @@ async def _load_both(options: ServerOptions, engine: EngineClient) -> Loaded:
         if starting.done() and starting.exception() is not None:
             starting.result()
         tokenizer, defaults = await text
-        return Loaded(engine=engine, resolved=await starting, tokenizer=tokenizer, defaults=defaults)
+        return Loaded(
+            engine=engine,
+            resolved=await starting,
+            tokenizer=tokenizer,
+            defaults=defaults,
+            formats=chat_formats(
+                tokenizer, tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser
+            ),
+            auto_tool_choice=options.auto_tool_choice,
+        )
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)

@@ -11,6 +11,7 @@ from reprise_engine.config import EngineConfig
 from reprise_engine.messages import DEFAULT_BUILDER
 from reprise_engine.server.http_options import HttpOptions
 from reprise_engine.server.isolation import IsolationMode
+from reprise_engine.text.chat_formats import ReasoningParser, ToolCallParser
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -27,6 +28,10 @@ class ServerOptions:
     """Names that requests may use; none means the model's own."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     chat_template: str | None = None
+    auto_tool_choice: bool = True
+    """Whether a model may call tools when a request leaves it to it."""
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     force_include_usage: bool = False

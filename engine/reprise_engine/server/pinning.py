@@ -23,9 +23,11 @@ from reprise_engine.cache_report import PinnedPrefix
 from reprise_engine.errors import RequestError
 from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
 from reprise_engine.server import prepare
+from reprise_engine.server.chat_prompt import chat_prompt
 from reprise_engine.server.errors import describe
 from reprise_engine.server.isolation import Isolation
-from reprise_engine.server.protocol import ChatPrompt, PinBody
+from reprise_engine.server.protocol_admin import PinBody
+from reprise_engine.server.protocol_chat import ChatPrompt
 from reprise_engine.server.state import Loaded
 
 logger = logging.getLogger(__name__)
@@ -78,10 +80,11 @@ async def _prompt(model: Loaded, body: PinBody) -> tuple[TokenId, ...]:
     if body.messages is not None:
         chat = ChatPrompt(
             messages=body.messages,
+            tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        return await prepare.chat_prompt(model, chat)
+        return await chat_prompt(model, chat)
     if isinstance(body.prompt, str):
         return await prepare.text_prompt(model, body.prompt)
     assert body.prompt is not None

@@ -11,48 +11,26 @@ from typing import TypeVar
 from fastapi import Request
 
 from reprise_engine.errors import ContextLengthExceeded, RequestError
-from reprise_engine.request import EngineRequest, RequestId, SamplingParams, TokenId
+from reprise_engine.request import EngineRequest, RequestId, SamplingParams, StructuredOutput, TokenId
 from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.isolation import request_api_key
-from reprise_engine.server.protocol import ChatPrompt, GenerationBody
+from reprise_engine.server.protocol import GenerationBody
+from reprise_engine.server.protocol_chat import ChatCompletionBody
 from reprise_engine.server.request_log import note
 from reprise_engine.server.state import Loaded, ServerState
-from reprise_engine.text import ChatTemplateError, Tokenizer
+from reprise_engine.text import Tokenizer, tool_calls
+from reprise_engine.text.bad_words import bad_word_tokens
 
 _T = TypeVar("_T")
 
 
-async def chat_prompt(model: Loaded, body: ChatPrompt) -> tuple[TokenId, ...]:
-    """The token ids of a conversation. Raises RequestError in the template's words."""
-    return await asyncio.to_thread(_chat_prompt, model.tokenizer, body)
-
-
-def _chat_prompt(tokenizer: Tokenizer, body: ChatPrompt) -> tuple[TokenId, ...]:
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    if tokenizer.chat_template is not None and not tokenizer.chat_template.knows_developer_role:
-        for message in messages:  # OpenAI's newer name for it; a template that does not know it would drop it
-            if message["role"] == "developer":
-                message["role"] = "system"
-    try:
-        text = tokenizer.render_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-        )
-    except ChatTemplateError as error:
-        raise RequestError(str(error), param="messages") from error
-    return _encode(tokenizer, text, add_special_tokens=body.add_special_tokens, param="messages")
-
-
 async def text_prompt(model: Loaded, text: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
     """Raises RequestError for text that is not Unicode."""
-    return await asyncio.to_thread(
-        _encode, model.tokenizer, text, add_special_tokens=add_special_tokens, param="prompt"
-    )
+    return await asyncio.to_thread(encode, model.tokenizer, text, add_special_tokens=add_special_tokens, param="prompt")
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+    """Raises RequestError, naming `param`, for text that is not Unicode."""
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (UnicodeError, TypeError) as error:  # half of a surrogate pair, which JSON can spell
@@ -72,13 +50,26 @@ def _own(value: _T | None, default: _T) -> _T:
 
 
 def sampling_params(
-    model: Loaded, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+    model: Loaded,
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    bad_words: Sequence[tuple[TokenId, ...]],
+    structured: StructuredOutput | None = None,
 ) -> SamplingParams:
-    """The request's own values over the server's defaults. Raises RequestError."""
+    """The request's own values over the server's defaults; `structured` over its own. Raises RequestError.
+
+    `bad_words` are the body's, as tokens.
+    """
     defaults = model.defaults
 
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(model, stop_token_ids, param="stop_token_ids")
+    allowed_token_ids = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+    check_token_ids(model, allowed_token_ids or (), param="allowed_token_ids")
+    check_token_ids(model, tuple(body.logit_bias or ()), param="logit_bias")
+    check_token_ids(model, [token for word in bad_words for token in word], param="bad_words")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_own(body.temperature, defaults.temperature),
@@ -96,7 +87,40 @@ def sampling_params(
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         logprobs=logprobs,
+        prompt_logprobs=body.scored_prompt,
+        logit_bias=body.logit_bias,
+        allowed_token_ids=allowed_token_ids,
+        bad_words=tuple(body.bad_words or ()),
+        bad_words_token_ids=tuple(bad_words),
+        structured=body.structured if structured is None else structured,
     )
+
+
+def _longest(model: Loaded) -> int:
+    """Tokens of the longest sequence: the context, or all of the KV cache where that is less."""
+    resolved = model.resolved
+    return min(resolved.max_model_len, resolved.num_gpu_blocks * resolved.block_size)
+
+
+def truncated(
+    model: Loaded, prompt: Sequence[TokenId], keep: int | None, *, max_tokens: int | None
+) -> Sequence[TokenId]:
+    """The last `keep` tokens of the prompt; -1: as many as leave room for `max_tokens`, None: all.
+
+    Raises RequestError for more than the model has room for.
+    """
+    longest = _longest(model)
+    if keep is None:
+        return prompt
+    if keep > longest:
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep}, more than the longest sequence of {longest} tokens; lower it, or give "
+            f"-1 for what fits.",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:
+        keep = max(1, longest - max(1, max_tokens or 1))
+    return prompt[-keep:]
 
 
 def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, default: int | None) -> int:
@@ -105,8 +129,7 @@ def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, def
     Raises ContextLengthExceeded, so the client learns of it before any stream begins.
     """
     resolved = model.resolved
-    capacity = resolved.num_gpu_blocks * resolved.block_size
-    limit = min(resolved.max_model_len, capacity)
+    limit = _longest(model)
     name = (
         f"this model's maximum context length is {limit} tokens"
         if limit == resolved.max_model_len
@@ -131,7 +154,7 @@ def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, def
     return asked
 
 
-def generations(
+async def generations(
     model: Loaded,
     state: ServerState,
     http: Request,
@@ -142,22 +165,38 @@ def generations(
     default_max_tokens: int | None,
     logprobs: int | None,
     arrival_time: float,
+    structured: StructuredOutput | None = None,
 ) -> Generations:
-    """n sequences a prompt, indexed prompt by prompt. Raises RequestError before any of them reaches the engine."""
+    """n sequences a prompt, indexed prompt by prompt. Raises RequestError before any of them reaches the engine.
+
+    `structured` takes the place of the form that the body asks for. max_tokens 0 keeps back what is generated.
+    """
     made: list[Generation] = []
     cache_salt = state.isolation.salt(request_api_key(http), body.cache_salt)
     batch = uuid.uuid4().hex
-    for prompt in prompts:
-        if not prompt:
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
+    if body.bad_words:
+        bad_words = await asyncio.to_thread(bad_word_tokens, model.tokenizer, body.bad_words)
+    for whole in prompts:
+        if not whole:
             raise RequestError("The prompt is empty: it has no tokens.", param="prompt")
+        prompt = truncated(
+            model, whole, body.truncate_prompt_tokens, max_tokens=_own(max_tokens, default_max_tokens or 1)
+        )
         limit = resolve_max_tokens(model, len(prompt), max_tokens, default_max_tokens)
-        sampling = sampling_params(model, body, max_tokens=limit, logprobs=logprobs)
+        sampling = sampling_params(
+            *(model, body),
+            max_tokens=max(1, limit),
+            logprobs=logprobs,
+            bad_words=bad_words,
+            structured=structured,
+        )
         for choice in range(body.choices):
             index = len(made)
             request = EngineRequest(
                 request_id=RequestId(f"{batch}-{index}"),
                 prompt_token_ids=tuple(prompt),
-                sampling=_seeded(sampling, choice),
+                sampling=_of_choice(sampling, choice, streamed=bool(body.stream)),
                 eos_token_ids=model.resolved.eos_token_ids,
                 cache_salt=cache_salt,
                 explain_cache=body.explain_cache,
@@ -170,6 +209,7 @@ def generations(
                     index=index,
                     choice=choice,
                     isolated=state.isolation.per_key,
+                    prompt_only=limit == 0,
                 )
             )
     made_of_request = Generations(made, batch=batch)
@@ -177,8 +217,45 @@ def generations(
     return made_of_request
 
 
-def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The choices of one prompt differ, and each can be made again: choice i has the seed plus i."""
-    if sampling.seed is None or choice == 0:
+async def chat_generations(
+    model: Loaded,
+    state: ServerState,
+    http: Request,
+    body: ChatCompletionBody,
+    prompt: Sequence[TokenId],
+    *,
+    structured: StructuredOutput | None,
+    forbid_calls: bool,
+    arrival_time: float,
+) -> Generations:
+    """n sequences of one conversation. Raises RequestError as `generations` does."""
+    if model.formats.special_marks:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    if forbid_calls:
+        body = body.model_copy(update={"bad_words": [*(body.bad_words or ()), tool_calls.BEGIN]})
+    return await generations(
+        model,
+        state,
+        http,
+        body,
+        [prompt],
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        default_max_tokens=model.defaults.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured=structured,
+        arrival_time=arrival_time,
+    )
+
+
+def _of_choice(sampling: SamplingParams, choice: int, *, streamed: bool) -> SamplingParams:
+    """The choices of one prompt differ, and each can be made again: choice i has the seed plus i.
+
+    Its log-probabilities are computed once, except in a stream, where no choice waits for another.
+    """
+    if choice == 0:
         return sampling
-    return replace(sampling, seed=sampling.seed + choice)
+    return replace(
+        sampling,
+        seed=None if sampling.seed is None else sampling.seed + choice,
+        prompt_logprobs=sampling.prompt_logprobs if streamed else None,
+    )

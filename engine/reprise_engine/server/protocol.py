@@ -1,4 +1,4 @@
-"""The bodies of requests. What cannot be honoured is refused by name; nothing is ignored silently.
+"""What the bodies of requests share, and completions. What cannot be honoured is refused by name; nothing is ignored.
 
 Three kinds of fields: declared ones are honoured; `_HARMLESS` ones ask for nothing that a server of one model does, and
 are accepted on purpose; `_NOT_SUPPORTED` ones are accepted with a value that asks for nothing, else they are a 400.
@@ -8,25 +8,25 @@ Any other field is unknown, and a 400 as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     PlainValidator,
     StringConstraints,
-    Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+
+from reprise_engine.server.protocol_logits import MAX_TOP_LOGPROBS, LogitFields
+from reprise_engine.server.protocol_structured import StructuredFields
+from reprise_engine.server.refusals import refuse as refuse
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_SALT_LENGTH = 256
 
@@ -51,21 +51,22 @@ _HARMLESS = frozenset(
         "metadata",
         "safety_identifier",
         "prompt_cache_key",  # routes between OpenAI's servers; here one cache serves all
-        "parallel_tool_calls",  # says something about tools only, which are refused
+        "parallel_tool_calls",  # says something about tools only
     }
 )
 
-_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+NotSupported = Mapping[str, tuple[Any, ...]]
+"""Fields that are refused, each with the values, besides null, that ask for nothing."""
+
+_NOT_SUPPORTED: NotSupported = {
     # OpenAI's. After each name: the values, besides null, that ask for nothing.
     "audio": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -74,36 +75,20 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     # vLLM's
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": (),
 }
 
 
-def refuse(param: str, message: str) -> PydanticCustomError:
-    """A complaint that names its field, wherever in the model it is raised."""
-    # The message goes through as an argument: PydanticCustomError treats its template's braces as fields.
-    return PydanticCustomError("refused_field", "{message}", {"param": param, "message": message})
-
-
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(value == allowed and type(value) is type(allowed) for allowed in neutral)
 
 
@@ -111,6 +96,9 @@ class Body(BaseModel):
     """Strict: a string is no number, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    not_supported: ClassVar[NotSupported] = _NOT_SUPPORTED
+    within: ClassVar[str] = ""
+    """What the names of its fields begin with in messages, where it is a part of a body."""
 
     @model_validator(mode="before")
     @classmethod
@@ -123,9 +111,11 @@ class Body(BaseModel):
                 kept[name] = value
             elif name in _HARMLESS:
                 continue
-            elif name in _NOT_SUPPORTED:
-                if not _is_neutral(value, _NOT_SUPPORTED[name]):
-                    raise refuse(name, f"{name} is not supported by this server; leave it out.")
+            elif name in cls.not_supported:
+                if not is_neutral(value, cls.not_supported[name]):
+                    raise refuse(
+                        cls.within + name, f"{cls.within}{name} is not supported by this server; leave it out."
+                    )
             else:
                 kept[name] = value  # pydantic's own complaint about unknown fields
         return kept
@@ -133,6 +123,9 @@ class Body(BaseModel):
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[list[NonEmpty], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)]
 
 
 class StreamOptions(BaseModel):
@@ -143,7 +136,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(Body):
+class GenerationBody(LogitFields, StructuredFields, Body):
     """What chat completions and completions have in common. None means the server's default."""
 
     model: str | None = None
@@ -156,7 +149,7 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[NonEmpty], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -188,84 +181,6 @@ class GenerationBody(Body):
         return tuple(self.stop or ())
 
 
-class ChatMessageBody(Body):
-    """One message. `content` is text, or a list of text parts, which are joined by line ends."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-        if data.get("role") in ("tool", "function"):
-            raise refuse("messages", "Messages of role 'tool' are not supported by this server.")
-        # What the OpenAI client's own model_dump() of a reply holds, at values that say nothing.
-        for name, neutral in (("refusal", ()), ("audio", ()), ("function_call", ()), ("annotations", ([],))):
-            if name in data and not _is_neutral(data.pop(name), neutral):
-                raise refuse("messages", f"{name} in a message is not supported by this server.")
-        if not _is_neutral(data.pop("tool_calls", None), ([],)):
-            raise refuse("messages", "tool_calls in a message are not supported by this server.")
-        content = data.get("content")
-        if isinstance(content, list):
-            data["content"] = "\n".join(_text_of(part) for part in content)
-        elif content is None and data.get("role") != "assistant":
-            raise refuse("messages", f"content is required in a message of role {data.get('role')!r}.")
-        return data
-
-
-def _text_of(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        raise refuse(
-            "messages", f"Content parts of type {kind!r} are not supported; this model reads parts of type 'text' only."
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise refuse("messages", "A content part of type 'text' needs a string in its field text.")
-    return text
-
-
-class ChatPrompt(Body):
-    """The fields that make the prompt, shared with /tokenize."""
-
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = False
-
-    @model_validator(mode="after")
-    def _one_way_to_go_on(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refuse(
-                "continue_final_message", "continue_final_message needs add_generation_prompt to be false: one of them."
-            )
-        return self
-
-
-class ChatCompletionBody(ChatPrompt, GenerationBody):
-    """POST /v1/chat/completions."""
-
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] = False
-
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs", "top_logprobs is only allowed when logprobs is true.")
-        return self
-
-
 def split_prompt(prompt: Any) -> list[str] | list[list[int]]:
     """One entry a prompt. Raises the complaint about anything that is not of the four shapes."""
     if isinstance(prompt, str):
@@ -288,6 +203,8 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` is one text, several, the token ids of one, or those of several."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(split_prompt)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 with `echo`: only the prompt is wanted, and its log-probabilities."""
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
@@ -301,58 +218,13 @@ class CompletionBody(GenerationBody):
             raise refuse(
                 "n", f"prompts times n is {len(self.prompt) * self.choices}; at most {MAX_SEQUENCES} a request."
             )
-        if self.echo and self.logprobs is not None:
-            raise refuse("echo", "echo together with logprobs is not supported: the prompt's are not computed.")
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens", "max_tokens is 0, which only makes sense with echo: nothing is generated.")
         return self
 
-
-class TokenizeTextBody(Body):
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = False
-
-
-class TokenizeChatBody(ChatPrompt):
-    model: str | None = None
-    return_token_strs: bool | None = False
-
-
-def _tokenize_kind(data: Any) -> str:
-    return "@messages" if isinstance(data, dict) and "messages" in data else "@prompt"
-
-
-TokenizeBody = Annotated[
-    Annotated[TokenizeTextBody, Tag("@prompt")] | Annotated[TokenizeChatBody, Tag("@messages")],
-    Discriminator(_tokenize_kind),
-]
-"""A conversation where there are `messages`, else a text: so a complaint is about what was meant."""
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: list[TokenIdField]
-
-
-class PinBody(Body):
-    """POST /v1/admin/prefix_cache/pins, and a line of a warm-up file: `prompt`, a text or token ids, or `messages`."""
-
-    name: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[.:@-]*\w[\w.:@-]*$")] | None = None
-    """None takes a new one."""
-    prompt: NonEmpty | Annotated[list[TokenIdField], Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)] | None = None
-    add_generation_prompt: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Salt | None = None
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise refuse("prompt", "Give either prompt or messages.")
-        return self
-
-
-class ResetBody(Body):
-    """POST /v1/admin/prefix_cache/reset."""
-
-    include_pins: bool = False
+    @property
+    def scored_prompt(self) -> int | None:
+        """An echo has the log-probabilities of the prompt as well."""
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -11,8 +12,10 @@ from fastapi.responses import Response
 
 from reprise_engine.request import TokenId
 from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.logprobs import prompt_logprobs
 from reprise_engine.server.protocol import GenerationBody
-from reprise_engine.server.streaming import ClientGone, EventStream, unless_disconnected
+from reprise_engine.server.state import Loaded
+from reprise_engine.server.streaming import DONE, ClientGone, EventStream, unless_disconnected
 from reprise_engine.text import TextDelta
 
 Deltas = AsyncIterator[tuple[Generation, TextDelta]]
@@ -29,7 +32,9 @@ class Answer(Protocol):
     def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]: ...
 
 
-async def respond(request: Request, body: GenerationBody, generations: Generations, answer: Answer) -> Response:
+async def respond(
+    request: Request, body: GenerationBody, generations: Generations, answer: Answer, *, closing: bytes = DONE
+) -> Response:
     """The answer in the shape the body asks for. A client that goes away aborts its sequences, in both shapes.
 
     A stream begins when the engine has sent something, so what it refuses is still an HTTP error.
@@ -46,7 +51,7 @@ async def respond(request: Request, body: GenerationBody, generations: Generatio
             raise
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return EventStream(answer.stream(_chain(first, deltas)), source=deltas)
+    return EventStream(answer.stream(_chain(first, deltas)), source=deltas, closing=closing)
 
 
 async def _first(deltas: Deltas) -> tuple[Generation, TextDelta]:
@@ -71,3 +76,13 @@ def wants_usage(body: GenerationBody, *, force: bool) -> bool:
 def choice_ids(body: GenerationBody, token_ids: Sequence[TokenId]) -> dict[str, Any]:
     """The field of return_token_ids, where it is asked for."""
     return {"token_ids": list(token_ids)} if body.return_token_ids else {}
+
+
+async def prompt_logprobs_of(model: Loaded, body: GenerationBody, generation: Generation) -> dict[str, Any]:
+    """The field of prompt_logprobs, where it is asked for. A long prompt's takes a while: the event loop goes on."""
+    if body.prompt_logprobs is None:
+        return {}
+    shown = await asyncio.to_thread(
+        prompt_logprobs, model.tokenizer, generation.prompt_logprobs, top=body.prompt_logprobs
+    )
+    return {"prompt_logprobs": shown}

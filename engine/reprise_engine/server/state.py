@@ -16,6 +16,7 @@ from reprise_engine.server.http_options import HttpOptions
 from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.text import Tokenizer
+from reprise_engine.text.chat_formats import ChatFormats
 from reprise_engine.version import __version__
 
 
@@ -27,6 +28,8 @@ class Loaded:
     resolved: ResolvedConfig
     tokenizer: Tokenizer
     defaults: SamplingDefaults
+    formats: ChatFormats = field(default_factory=ChatFormats)
+    auto_tool_choice: bool = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,17 +42,23 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any], *, name: str | None = None) -> bytes:
     """One event; the blank line ends it."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streams events of a generator that has begun already, and always closes it: that aborts what it runs."""
+    """Streams events of a generator that has begun already, and always closes it: that aborts what it runs.
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, source: AsyncGenerator[Any, None]) -> None:
+    `closing` follows the last event.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, source: AsyncGenerator[Any, None], closing: bytes = DONE
+    ) -> None:
         super().__init__(
-            _with_error_as_event(events),
+            _with_error_as_event(events, closing),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -67,7 +73,7 @@ class EventStream(StreamingResponse):
             await self._source.aclose()
 
 
-async def _with_error_as_event(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_error_as_event(events: AsyncIterator[bytes], closing: bytes) -> AsyncIterator[bytes]:
     """Status and headers are sent, so an error can only be an event; OpenAI's clients raise it."""
     try:
         async for data in events:
@@ -76,7 +82,7 @@ async def _with_error_as_event(events: AsyncIterator[bytes]) -> AsyncIterator[by
         answer = as_api_error(error)
         if answer is None:
             yield event(error_body(f"The server failed: {type(error).__name__}.", error_type=SERVER_ERROR))
-            yield DONE
+            yield closing
             raise
         yield event(answer.body)
-    yield DONE
+    yield closing

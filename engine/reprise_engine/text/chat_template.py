@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -20,6 +21,17 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 ChatMessage = Mapping[str, Any]
+
+
+class JsonText(dict[str, Any]):
+    """An object that renders as the JSON text it was read from, not as `json.dumps` would write it anew.
+
+    So the arguments of a tool call come back as the tokens that the model generated, which are in the cache.
+    """
+
+    def __init__(self, value: Mapping[str, Any], *, text: str) -> None:
+        super().__init__(value)
+        self.text = text
 
 
 class ChatTemplateError(ValueError):
@@ -47,6 +59,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(value, JsonText) and indent is None and separators is None and not sort_keys:
+        return value.text
     # Jinja's own filter escapes for HTML, which would change what the model reads.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -75,8 +89,10 @@ class ChatTemplate:
     def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
 
@@ -85,12 +101,17 @@ class ChatTemplate:
         """Whether the template treats OpenAI's role `developer` itself."""
         return "developer" in self.source
 
+    def reads(self, variable: str) -> bool:
+        """Whether the template reads `variable`: what it does not read, such as tools, the model would never see."""
+        return variable in self._variables
+
     def render(
         self,
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation. `variables` are chat_template_kwargs.
@@ -107,6 +128,8 @@ class ChatTemplate:
             chat[-1]["content"] = final + _CONTINUE_TAG
         values: dict[str, Any] = {**self._special_tokens, "tools": None, "documents": None, **(variables or {})}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
+        if tools:
+            values["tools"] = list(tools)
         try:
             text = self._template.render(values)
         except jinja2.TemplateError as error:

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def partial_end(text: str, words: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `words` without being all of it."""
+    longest = 0
+    for word in words:
+        for length in range(min(len(word) - 1, len(text)), longest, -1):
+            if text.endswith(word[:length]):
+                longest = length
+                break
+    return longest
+
+
 class StopStrings:
     """Watches the text of one sequence.
 
@@ -38,7 +49,7 @@ class StopStrings:
             self.matched = stop
             self._held = ""
             return text[: at + len(stop)] if self._include else text[:at]
-        keep = self._possible_start(text)
+        keep = partial_end(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -56,13 +67,3 @@ class StopStrings:
             if best is None or (at + len(stop), at) < (best[0] + len(best[1]), best[0]):
                 best = (at, stop)
         return best
-
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that some stop string begins with."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

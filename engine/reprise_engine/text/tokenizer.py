@@ -31,6 +31,7 @@ class Tokenizer:
         # Truncation and padding stored in the file are a trainer's settings: a prompt is never cut silently.
         backend.no_truncation()
         backend.no_padding()
+        self._added = backend.get_added_tokens_decoder()
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
 
@@ -72,12 +73,25 @@ class Tokenizer:
                 pass
         return text.encode()
 
+    def token_id(self, text: str) -> TokenId | None:
+        """The token that `text` is by itself, None where it is spelled."""
+        return self._backend.token_to_id(text)
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is one special token, which `skip_special_tokens` hides."""
+        return any(token.special and token.content == text for token in self._added.values())
+
+    def serialized(self) -> str:
+        """What tokenizer.json holds, with the tokens of tokenizer_config.json."""
+        return self._backend.to_str()
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text; encode it with add_special_tokens=False, since a template writes them itself.
@@ -92,6 +106,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
             variables=variables,
         )
 

@@ -39,6 +39,7 @@ from reprise_engine.tiers.record_files import (
     RecordName,
     allocated_bytes,
     delete_records,
+    has_place,
     open_record,
     record_mtime,
     record_path,
@@ -158,8 +159,7 @@ class DiskStore:
     def _discard(self, name: RecordName, *, damaged: bool) -> None:
         if damaged:
             self._counters.add(damaged=1)
-            path = self._session.folder.path.joinpath(*record_path(name))
-            self._trouble.damaged(path, count=self._counters.now.damaged)
+            self._trouble.damaged(self._path(name), count=self._counters.now.damaged)
         try:
             with self._exclusive():
                 self._remove([name])
@@ -188,6 +188,10 @@ class DiskStore:
             head = self._head(key, parent, tokens)
             if allocated_bytes(record_size(head, self._payload_bytes)) > self._capacity:
                 return False  # the tokens of one block, above a bound that holds no more than its KV
+            if not has_place(self._session.folder, name):
+                self._counters.add(failures=1)
+                self._trouble.obstructed(self._path(name))
+                return False
             self._put(name, head, payload.cast("B"))
         except (OSError, ConfigError) as error:
             self._failed("write", error)
@@ -348,6 +352,10 @@ class DiskStore:
         with self._commit:
             return not self._closed.is_set() and self._session.journal.has_news()
 
+    def hurry(self, seconds: float) -> None:
+        """The process ends: from now on the lock of the folder is waited for at most so long, all in all."""
+        self._session.journal.hurry(seconds)
+
     def close(self) -> None:
         """Waits for the change under way; later calls find nothing and write nothing."""
         if self._closed.is_set():
@@ -359,6 +367,9 @@ class DiskStore:
             self._session.close()
 
     # Small things
+
+    def _path(self, name: RecordName) -> Path:
+        return self._session.folder.path.joinpath(*record_path(name))
 
     def _name(self, key: BlockKey) -> RecordName:
         return RecordName(self._identity + key)

@@ -54,11 +54,16 @@ class DiskTier(Protocol):
         """Until something has ended that completed() has not told, at most so long."""
         ...
 
-    def clear(self) -> int:
-        """Forgets all blocks, those waiting to be written too; returns how many there were on the disk."""
+    def clear(self) -> int | None:
+        """Forgets all blocks, those waiting to be written too; returns how many it deleted from the disk, None where
+        that is not known yet: it goes on, or failed."""
         ...
 
     def counters(self) -> DiskCounters: ...
+
+    def hurry(self, seconds: float) -> None:
+        """The engine ends: from now on other processes are waited for at most so long, all in all."""
+        ...
 
     def close(self, seconds: float) -> None:
         """Writes what it was told to write, for at most so long."""

@@ -14,6 +14,7 @@ its end goes on without a gap; one that missed more than that is told to look at
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import secrets
 import struct
@@ -53,6 +54,7 @@ class Journal:
         self._folder = folder
         self._writer = writer
         self._rotate_bytes = rotate_bytes
+        self._give_up_at = math.inf
         self._fd = self._open()
         self._sequence: int | None = None
         self._offset = 0
@@ -67,6 +69,10 @@ class Journal:
     def close(self) -> None:
         """Gives the file back."""
         os.close(self._fd)
+
+    def hurry(self, seconds: float) -> None:
+        """From now on the lock is waited for at most so long, all in all. May be called from any thread."""
+        self._give_up_at = time.monotonic() + seconds
 
     @contextmanager
     def locked(self) -> Iterator[list[Change] | None]:
@@ -118,17 +124,16 @@ class Journal:
                 return create_file(JOURNAL_NAME, within=self._folder.fd)
 
     def _lock(self) -> None:
-        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        begun = time.monotonic()
         pause = 0.0005
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        None, f"another process has held its lock for {LOCK_TIMEOUT_SECONDS:g} s"
-                    ) from None
+                now = time.monotonic()
+                if now > min(begun + LOCK_TIMEOUT_SECONDS, self._give_up_at):
+                    raise TimeoutError(None, f"another process has held its lock for {now - begun:.1f} s") from None
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -59,12 +60,29 @@ def set_record_mtime(folder: PrivateFolder, name: RecordName, mtime: float) -> N
         os.utime(key, (mtime, mtime), dir_fd=within, follow_symlinks=False)
 
 
+def has_place(folder: PrivateFolder, name: RecordName) -> bool:
+    """Whether a record can be put there: no folder is in its place, and no file or link in that of its folders."""
+    identity, fan_out, key = record_path(name)
+    try:
+        with folder.directory(identity, fan_out) as within:
+            return not stat.S_ISDIR(os.stat(key, dir_fd=within, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            return False
+        raise
+
+
 def delete_records(folder: PrivateFolder, names: Iterable[RecordName]) -> None:
-    """One that is gone already is no error. Raises OSError for any other cause."""
+    """One that is gone already is no error, nor is what else may be in its place (`has_place`) and stays there.
+
+    Raises OSError for any other cause.
+    """
     for (identity, fan_out), paths in groupby(map(record_path, names), key=itemgetter(0, 1)):
-        with suppress(FileNotFoundError), folder.directory(identity, fan_out) as within:
+        with suppress(FileNotFoundError, NotADirectoryError), folder.directory(identity, fan_out) as within:
             for _, _, key in paths:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(key, dir_fd=within)
 
 

@@ -7,13 +7,14 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 from reprise_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 10.0
-DAMAGE_WARNING_SECONDS = 60.0
+WARNING_SECONDS = 60.0
 
 
 class Trouble:
@@ -23,7 +24,7 @@ class Trouble:
         self._folder = folder
         self._lock = threading.Lock()
         self._retry_at: float | None = None
-        self._damage_warned_at: float | None = None
+        self._warned_at: dict[str, float] = {}
         self.folder_lost = False
         """Whether the folder has to be opened anew."""
 
@@ -57,17 +58,32 @@ class Trouble:
 
     def damaged(self, path: Path, *, count: int) -> None:
         """A file was no whole record. Warned of at most once a minute."""
-        now = time.monotonic()
-        with self._lock:
-            if self._damage_warned_at is not None and now - self._damage_warned_at < DAMAGE_WARNING_SECONDS:
-                return
-            self._damage_warned_at = now
+        if not self._is_due("damaged"):
+            return
         logger.warning(
             "A record of the disk cache was damaged and is deleted, not served: %s (%d so far). If there was no power "
             "loss, check the disk behind --prefix-cache-dir.",
             path,
             count,
         )
+
+    def obstructed(self, path: Path) -> None:
+        """Something that is no record is in a record's place. Warned of at most once a minute."""
+        if self._is_due("obstructed"):
+            logger.warning(
+                "The disk cache cannot write %s: something else is there, or in the place of its folders. This record "
+                "is left out; remove what is there.",
+                path,
+            )
+
+    def _is_due(self, warning: Literal["damaged", "obstructed"]) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            warned_at = self._warned_at.get(warning)
+            if warned_at is not None and now - warned_at < WARNING_SECONDS:
+                return False
+            self._warned_at[warning] = now
+            return True
 
 
 def _explained(error: OSError | ConfigError) -> str:

@@ -65,6 +65,8 @@ class Store(Protocol):
 
     def stats(self) -> StoreStats: ...
 
+    def hurry(self, seconds: float) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -76,7 +78,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Clear:
-    freed: Future[int]
+    freed: Future[int | None]
 
 
 _Jobs = queue.SimpleQueue[_Job | _Clear | None]
@@ -122,12 +124,13 @@ class DiskWorker:
     def wait(self, seconds: float) -> None:
         self._told.wait(seconds)
 
-    def clear(self) -> int:
-        """Nothing that was there is served from now on; what is deleted within a second is counted."""
+    def clear(self) -> int | None:
+        """Nothing that was there is served from now on; how many records were deleted, where that took at most a
+        second. Otherwise None, and it goes on."""
         with suppress(queue.Empty):
             while (job := self._writes.get_nowait()) is not None:
                 if isinstance(job, _Clear):
-                    job.freed.set_result(0)  # the one below does its work
+                    job.freed.set_result(None)  # the one below does its work
                 else:
                     self._tell(DiskDone(job.slot, is_read=False, good=False))
         self._store.forget()
@@ -136,7 +139,7 @@ class DiskWorker:
         try:
             return clear.freed.result(_CLEAR_PATIENCE)
         except TimeoutError:
-            return 0
+            return None
 
     def counters(self) -> DiskCounters:
         stats = self._store.stats()
@@ -147,6 +150,9 @@ class DiskWorker:
             evictions=stats.evictions,
             failures=stats.damaged + stats.failures,
         )
+
+    def hurry(self, seconds: float) -> None:
+        self._store.hurry(seconds)
 
     def close(self, seconds: float) -> None:
         """What is not written in time is lost; a thread that hangs in the disk ends with the process."""
@@ -167,7 +173,7 @@ class DiskWorker:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := jobs.get()) is not None:
             if isinstance(job, _Clear):
-                job.freed.set_result(self._guarded(self._store.clear) or 0)
+                job.freed.set_result(self._guarded(self._store.clear))
             else:
                 self._tell(do(job))
 

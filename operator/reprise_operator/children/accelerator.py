@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reprise_operator.children.profiles import PROFILES, Profile
-from reprise_operator.resource import DriverMode, InferenceService
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import DriverMode
 
 HWHIAIUSER_GROUP = 1000
 """Group of /dev/davinci* on a node with the Ascend driver; a container without CAP_DAC_OVERRIDE must be in it."""

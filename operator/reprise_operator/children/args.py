@@ -9,8 +9,9 @@ from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.prefix_cache import cache_args
 from reprise_operator.naming import digest
-from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel, InferenceService, Runtime
+from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel, InferenceService
 from reprise_operator.settings import ENGINE_PORT
+from reprise_operator.spec_types import Runtime
 
 MODEL_MOUNT = "/model"
 """Where the model's folder is mounted, read-only, in every engine container."""

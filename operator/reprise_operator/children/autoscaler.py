@@ -11,9 +11,10 @@ from typing import Any
 from reprise_operator.children.load import GAUGES, RESOURCES, default_target, load_query
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.kinds import HORIZONTAL_POD_AUTOSCALERS, SCALED_OBJECTS, ResourceType
-from reprise_operator.naming import child_labels, child_name, owner_reference, stamped
-from reprise_operator.resource import AutoscalingSpec, InferenceService, SpecError
+from reprise_operator.naming import child_metadata, stamped
+from reprise_operator.resource import InferenceService, SpecError
 from reprise_operator.settings import Settings
+from reprise_operator.spec_types import AutoscalingSpec
 
 PAUSED_ANNOTATION = "autoscaling.keda.sh/paused"
 SCALE_DOWN = {
@@ -72,12 +73,7 @@ def _manifest(
     service: InferenceService, kind: ResourceType, *, annotations: Mapping[str, str], spec: Mapping[str, Any]
 ) -> dict[str, Any]:
     identity = service.identity
-    metadata: dict[str, Any] = {
-        "name": child_name(identity),
-        "namespace": identity.namespace,
-        "labels": child_labels(identity),
-        "ownerReferences": [owner_reference(identity)],
-    }
+    metadata: dict[str, Any] = child_metadata(identity)
     if annotations:
         metadata["annotations"] = dict(annotations)
     return stamped({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "spec": dict(spec)})

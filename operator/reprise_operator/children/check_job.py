@@ -17,11 +17,12 @@ from reprise_operator.naming import (
     CHECK_LABEL,
     NAME_LABEL,
     child_labels,
+    child_metadata,
     child_name,
-    owner_reference,
     shorten,
 )
-from reprise_operator.resource import InferenceService, Runtime
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import Runtime
 
 DEADLINE_SECONDS = 1800
 """The image may have to be pulled over a slow line; the engine's own part takes seconds."""
@@ -66,12 +67,7 @@ def build_check_job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {
-            "name": check_job_name(service, template_hash),
-            "namespace": identity.namespace,
-            "labels": labels,
-            "ownerReferences": [owner_reference(identity)],
-        },
+        "metadata": child_metadata(identity, name=check_job_name(service, template_hash), labels=labels),
         "spec": {
             "backoffLimit": 0,
             "activeDeadlineSeconds": DEADLINE_SECONDS,

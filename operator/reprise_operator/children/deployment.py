@@ -7,7 +7,7 @@ from typing import Any
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.pod import build_pod_template, startup_seconds
 from reprise_operator.children.strategy import default_strategy
-from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
+from reprise_operator.naming import child_metadata, selector_labels, stamped
 from reprise_operator.resource import FetchedModel, InferenceService
 from reprise_operator.settings import Settings
 
@@ -34,12 +34,7 @@ def build_deployment(
         {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
-            "metadata": {
-                "name": child_name(identity),
-                "namespace": identity.namespace,
-                "labels": child_labels(identity),
-                "ownerReferences": [owner_reference(identity)],
-            },
+            "metadata": child_metadata(identity),
             "spec": {
                 **({} if replicas is None else {"replicas": replicas}),
                 "selector": {"matchLabels": selector_labels(identity)},

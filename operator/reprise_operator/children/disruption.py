@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from reprise_operator.kinds import DISRUPTION_BUDGETS
-from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import DisruptionSpec, InferenceService
+from reprise_operator.naming import child_metadata, selector_labels, stamped
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import DisruptionSpec
 
 
 def build_disruption_budget(service: InferenceService, *, asked: DisruptionSpec) -> dict[str, Any]:
@@ -17,12 +18,7 @@ def build_disruption_budget(service: InferenceService, *, asked: DisruptionSpec)
         {
             "apiVersion": DISRUPTION_BUDGETS.api_version,
             "kind": DISRUPTION_BUDGETS.kind,
-            "metadata": {
-                "name": child_name(identity),
-                "namespace": identity.namespace,
-                "labels": child_labels(identity),
-                "ownerReferences": [owner_reference(identity)],
-            },
+            "metadata": child_metadata(identity),
             "spec": {
                 "selector": {"matchLabels": selector_labels(identity)},
                 **{field: value for field, value in limits.items() if value is not None},

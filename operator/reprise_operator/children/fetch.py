@@ -11,7 +11,8 @@ from typing import Any
 
 from reprise_operator.children.args import MODEL_MOUNT, fetched_folder
 from reprise_operator.children.prefix_cache import CACHE_VOLUME, WARMUP_VOLUME
-from reprise_operator.resource import FetchedModel, InferenceService, ModelCacheSpec
+from reprise_operator.resource import FetchedModel, InferenceService
+from reprise_operator.spec_types import ModelCacheSpec
 
 FETCH_CONTAINER = "fetch"
 FSGROUP = 65_532

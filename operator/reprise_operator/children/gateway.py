@@ -14,9 +14,10 @@ from typing import Any
 from reprise_operator.children.picker import build_picker, picker_config, picker_name
 from reprise_operator.hostnames import HostnameTaken
 from reprise_operator.kinds import HTTP_ROUTES, INFERENCE_POOLS, ResourceType
-from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import EndpointPickerSpec, GatewaySpec, InferenceService, ParentRef
+from reprise_operator.naming import child_metadata, child_name, selector_labels, stamped
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import ENGINE_PORT, GROUP, Settings
+from reprise_operator.spec_types import EndpointPickerSpec, GatewaySpec, ParentRef
 
 PICKER_CONFIG_ANNOTATION = f"{GROUP}/endpoint-picker-config"
 """On an InferencePool whose endpoint picker is somebody else's: the configuration that fits this engine."""
@@ -133,11 +134,6 @@ def _manifest(service: InferenceService, kind: ResourceType, spec: dict[str, Any
     return {
         "apiVersion": kind.api_version,
         "kind": kind.kind,
-        "metadata": {
-            "name": child_name(identity),
-            "namespace": identity.namespace,
-            "labels": child_labels(identity),
-            "ownerReferences": [owner_reference(identity)],
-        },
+        "metadata": child_metadata(identity),
         "spec": spec,
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from reprise_operator.kinds import POD_MONITORS
-from reprise_operator.naming import NAME_LABEL, child_labels, child_name, owner_reference, selector_labels, stamped
-from reprise_operator.resource import InferenceService, PodMonitorSpec
+from reprise_operator.naming import NAME_LABEL, child_labels, child_metadata, selector_labels, stamped
+from reprise_operator.resource import InferenceService
+from reprise_operator.spec_types import PodMonitorSpec
 
 
 def build_pod_monitor(service: InferenceService, asked: PodMonitorSpec) -> dict[str, Any]:
@@ -19,13 +20,8 @@ def build_pod_monitor(service: InferenceService, asked: PodMonitorSpec) -> dict[
         {
             "apiVersion": POD_MONITORS.api_version,
             "kind": POD_MONITORS.kind,
-            "metadata": {
-                "name": child_name(identity),
-                "namespace": identity.namespace,
-                # A Prometheus chooses its monitors by labels: the spec's come first, ours cannot be replaced.
-                "labels": {**asked.labels, **child_labels(identity)},
-                "ownerReferences": [owner_reference(identity)],
-            },
+            # A Prometheus chooses its monitors by labels: the spec's come first, ours cannot be replaced.
+            "metadata": child_metadata(identity, labels={**asked.labels, **child_labels(identity)}),
             "spec": {
                 "selector": {"matchLabels": selector_labels(identity)},
                 # Which service a pod's series belong to; Prometheus writes the name as serving_reprise_io_name.

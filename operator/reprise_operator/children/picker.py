@@ -12,9 +12,10 @@ from typing import Any
 
 from reprise_operator.children.accelerator import profile_of
 from reprise_operator.kinds import INFERENCE_POOLS
-from reprise_operator.naming import child_labels, child_name, owner_reference, shorten, stamped
-from reprise_operator.resource import EndpointPickerSpec, Identity, InferenceService, Runtime
+from reprise_operator.naming import child_labels, child_metadata, child_name, shorten, stamped
+from reprise_operator.resource import Identity, InferenceService
 from reprise_operator.settings import GROUP, Settings
+from reprise_operator.spec_types import EndpointPickerSpec, Runtime
 
 PICKER_LABEL = f"{GROUP}/endpoint-picker"
 """Selects the picker's pods. They do not carry the engine pods' label: they would get the clients' requests."""
@@ -182,9 +183,8 @@ def _selector(service: InferenceService) -> dict[str, str]:
 
 def _metadata(service: InferenceService) -> dict[str, Any]:
     identity = service.identity
-    return {
-        "name": picker_name(identity),
-        "namespace": identity.namespace,
-        "labels": {**child_labels(identity), "app.kubernetes.io/component": "endpoint-picker"},
-        "ownerReferences": [owner_reference(identity)],
-    }
+    return child_metadata(
+        identity,
+        name=picker_name(identity),
+        labels={**child_labels(identity), "app.kubernetes.io/component": "endpoint-picker"},
+    )

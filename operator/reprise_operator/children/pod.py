@@ -28,8 +28,9 @@ from reprise_operator.children.prefix_cache import (
     with_host_memory,
 )
 from reprise_operator.naming import pod_labels, reserved_labels
-from reprise_operator.resource import ClaimModel, EnvVar, FetchedModel, HostPathModel, InferenceService, Runtime
+from reprise_operator.resource import ClaimModel, FetchedModel, HostPathModel, InferenceService
 from reprise_operator.settings import ENGINE_PORT, Settings
+from reprise_operator.spec_types import EnvVar, Runtime
 
 CONTAINER = "engine"
 GRACE_SECONDS = 120

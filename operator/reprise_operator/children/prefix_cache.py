@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reprise_operator.naming import child_labels, child_name, digest, owner_reference, stamped
+from reprise_operator.naming import child_metadata, child_name, digest, stamped
 from reprise_operator.quantity import amount, text_of_bytes, whole
-from reprise_operator.resource import InferenceService, Isolation, PersistenceSpec
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import GROUP
+from reprise_operator.spec_types import Isolation, PersistenceSpec
 
 CACHE_MOUNT = "/var/lib/reprise/prefix-cache"
 """Where the volume for blocks is mounted; the engine makes a private folder of its own in it."""
@@ -154,12 +155,7 @@ def build_warmup(service: InferenceService) -> dict[str, Any] | None:
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {
-                "name": warmup_name(service),
-                "namespace": identity.namespace,
-                "labels": child_labels(identity),
-                "ownerReferences": [owner_reference(identity)],
-            },
+            "metadata": child_metadata(identity, name=warmup_name(service)),
             "data": {INLINE_KEY: prompts_file(service.warmup.prompts)},
         }
     )

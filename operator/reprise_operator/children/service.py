@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reprise_operator.naming import child_labels, child_name, owner_reference, selector_labels, stamped
+from reprise_operator.naming import child_metadata, child_name, selector_labels, stamped
 from reprise_operator.resource import InferenceService
 
 
@@ -18,12 +18,7 @@ def build_service(service: InferenceService, *, sticky: bool) -> dict[str, Any]:
         {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": {
-                "name": child_name(identity),
-                "namespace": identity.namespace,
-                "labels": child_labels(identity),
-                "ownerReferences": [owner_reference(identity)],
-            },
+            "metadata": child_metadata(identity),
             "spec": {
                 "type": asked.type,
                 "selector": selector_labels(identity),

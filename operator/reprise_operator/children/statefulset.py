@@ -19,18 +19,18 @@ from reprise_operator.children.prefix_cache import CACHE_VOLUME
 from reprise_operator.naming import (
     HASH_LENGTH,
     MAX_STATEFUL_SET_NAME,
-    child_labels,
+    child_metadata,
     child_name,
     digest,
-    owner_reference,
     reserved_labels,
     selector_labels,
     shorten,
     stamped,
 )
 from reprise_operator.quantity import whole
-from reprise_operator.resource import InferenceService, PersistenceSpec
+from reprise_operator.resource import InferenceService
 from reprise_operator.settings import Settings
+from reprise_operator.spec_types import PersistenceSpec
 
 
 def build_stateful_set(
@@ -44,12 +44,7 @@ def build_stateful_set(
         {
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",
-            "metadata": {
-                "name": stateful_set_name(service),
-                "namespace": identity.namespace,
-                "labels": child_labels(identity),
-                "ownerReferences": [owner_reference(identity)],
-            },
+            "metadata": child_metadata(identity, name=stateful_set_name(service)),
             "spec": {
                 # Pods need no names of their own: the Service with the address of all is enough.
                 "serviceName": child_name(identity),

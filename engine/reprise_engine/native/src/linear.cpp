@@ -7,6 +7,8 @@
 // enough to hide both behind the arithmetic.
 #include <stdlib.h>
 
+#include <type_traits>
+
 #include "dots.h"
 
 namespace {
@@ -121,11 +123,6 @@ INLINE void run_blocks(const Task& t, int p, long column, long first, long end, 
     }
 }
 
-template <int N>
-struct Number {
-    static constexpr int value = N;
-};
-
 template <class W>
 static void run_rows(const Task& t, int p, long column, long first, long end, const Rows& rows) {
     const auto one = [&](auto block) INLINE_LAMBDA {
@@ -136,7 +133,8 @@ static void run_rows(const Task& t, int p, long column, long first, long end, co
                          });
     };
     // One row waits for the weights alone: as few streams as can be, which the processor then fetches by itself.
-    if (rows.count == 1) return t.epilogue == SWIGLU ? one(Number<2>()) : one(Number<1>());
+    if (rows.count == 1)
+        return t.epilogue == SWIGLU ? one(std::integral_constant<int, 2>()) : one(std::integral_constant<int, 1>());
     run_blocks<W, BLOCK>(t, p, column, first, end, rows, (rows.count + TILE - 1) / TILE,
                          [&](int count, const W* const* w, const float* x, long ahead, float* sums) INLINE_LAMBDA {
                              dots_of<W, BLOCK>(count, w, x, rows.stride, t.inputs, ahead, sums);

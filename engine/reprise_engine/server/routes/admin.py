@@ -19,7 +19,7 @@ from fastapi import APIRouter, Depends, Request
 from reprise_engine.server import pinning
 from reprise_engine.server.errors import ApiError
 from reprise_engine.server.isolation import request_api_key
-from reprise_engine.server.protocol import PinBody, ResetBody
+from reprise_engine.server.protocol_admin import PinBody, ResetBody
 from reprise_engine.server.state import Model, State
 
 

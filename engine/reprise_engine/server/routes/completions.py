@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from reprise_engine.server import prepare
 from reprise_engine.server.generation import Generation, Generations
 from reprise_engine.server.logprobs import CompletionLogprobs, join_completion_logprobs
 from reprise_engine.server.protocol import CompletionBody
-from reprise_engine.server.respond import Deltas, choice_ids, respond, wants_usage
+from reprise_engine.server.respond import Deltas, choice_ids, prompt_logprobs_of, respond, wants_usage
 from reprise_engine.server.state import Loaded, Model, State
 from reprise_engine.server.streaming import event
 from reprise_engine.text import TextDelta
@@ -37,7 +38,7 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
             prepare.check_token_ids(model, prompt, param="prompt")
             prompts.append(prompt)
     default = _DEFAULT_MAX_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
-    generations = prepare.generations(
+    generations = await prepare.generations(
         model,
         state,
         request,
@@ -74,19 +75,37 @@ class _CompletionAnswer:
             "created": int(time.time()),
             "model": name,
         }
-        self._logprobs = [CompletionLogprobs(model.tokenizer) for _ in generations.generations]
+        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        self._logprobs = [
+            CompletionLogprobs(
+                model.tokenizer,
+                generation.request.prompt_token_ids,
+                top=body.logprobs or 0,
+                as_token_ids=bool(body.return_tokens_as_token_ids),
+                skip_special_tokens=body.skip_special_tokens,
+            )
+            for generation in generations.generations
+        ]
 
     def _echo(self, generation: Generation) -> str:
         """The prompt's text, where the answer repeats it."""
         if not self._body.echo:
             return ""
         prompt = self._body.prompt[generation.index // self._body.choices]
-        return prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt)
+        if isinstance(prompt, str) and self._body.truncate_prompt_tokens is None:
+            return prompt
+        return self._model.tokenizer.decode(generation.request.prompt_token_ids)
+
+    async def _echo_logprobs(self, generation: Generation, scored: Generation) -> dict[str, Any] | None:
+        """Those of the prompt, which `scored` computed. A long one's take a while: the event loop goes on."""
+        if not self._echoes_logprobs:
+            return None
+        return await asyncio.to_thread(
+            self._logprobs[generation.index].push_prompt, scored.prompt_logprobs, text=self._echo(generation)
+        )
 
     def _delta_logprobs(self, generation: Generation, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if self._body.logprobs is None:
-            return None
-        return self._logprobs[generation.index].push(entries, top=self._body.logprobs)
+        return None if self._body.logprobs is None else self._logprobs[generation.index].push(entries)
 
     def _prompt_ids(self, generation: Generation) -> dict[str, Any]:
         return {"prompt_token_ids": generation.request.prompt_token_ids} if self._body.return_token_ids else {}
@@ -98,19 +117,21 @@ class _CompletionAnswer:
             for generation in generations
         ]
         token_ids: list[list[TokenId]] = [[] for _ in generations]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in generations]
+        entries: list[list[TokenLogprobs]] = [[] for _ in generations]
         async for generation, delta in deltas:
             choice = choices[generation.index]
             choice["text"] += delta.text
             token_ids[generation.index] += delta.token_ids
-            part = self._delta_logprobs(generation, delta.logprobs)
-            if part is not None:
-                logprobs[generation.index].append(part)
+            entries[generation.index] += delta.logprobs
             choice["finish_reason"] = delta.finish_reason.value if delta.finish_reason else None
             choice["stop_reason"] = delta.stop_reason
-        for index, choice in enumerate(choices):
-            choice["logprobs"] = None if self._body.logprobs is None else join_completion_logprobs(logprobs[index])
+        for index, (generation, choice) in enumerate(zip(generations, choices, strict=True)):
+            scored = generations[index - index % self._body.choices]  # the first choice scores the prompt for all
+            echoed = await self._echo_logprobs(generation, scored)
+            parts = [echoed, self._delta_logprobs(generation, entries[index])]
+            choice["logprobs"] = join_completion_logprobs([part for part in parts if part is not None]) or None
             choice.update(choice_ids(self._body, token_ids[index]))
+            choice.update(await prompt_logprobs_of(self._model, self._body, scored))
         usage = self._generations.usage().as_json()
         return JSONResponse(self._head | {"choices": choices, "usage": usage, "system_fingerprint": None})
 
@@ -118,9 +139,15 @@ class _CompletionAnswer:
         continuous = self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats
         for generation in self._generations.generations:
             extra = self._prompt_ids(generation)
-            if extra or self._body.echo:
+            if (extra or self._body.echo) and not self._echoes_logprobs:
                 yield self._chunk(generation, self._echo(generation), extra=extra)
+        waiting = set(self._generations.generations) if self._echoes_logprobs else set()
         async for generation, delta in deltas:
+            if generation in waiting and (delta.token_ids or delta.finish_reason is not None):
+                waiting.remove(generation)
+                echoed = await self._echo_logprobs(generation, generation)
+                extra = self._prompt_ids(generation)
+                yield self._chunk(generation, self._echo(generation), logprobs=echoed, extra=extra)
             logprobs = self._delta_logprobs(generation, delta.logprobs)
             ids = choice_ids(self._body, delta.token_ids)
             if delta.text or delta.finish_reason is not None or (delta.token_ids and (logprobs or ids)):

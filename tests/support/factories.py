@@ -9,20 +9,22 @@ from typing import Any
 
 from reprise_operator.hitrate import HitRateWindow
 from reprise_operator.kinds import OPTIONAL_TYPES, ResourceType
-from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod
+from reprise_operator.observed import ContainerFailure, EngineMetrics, Observed, ObservedChild, ObservedPod, Termination
 from reprise_operator.plan import Manifest, Plan, plan
-from reprise_operator.release import Release
 from reprise_operator.settings import Settings
 from reprise_operator.spec import parse
-from reprise_operator.status import build_status
 
 UID = "5f0c6a52-0d3c-4d3e-9a0e-1c8a3c1c0001"
 NOW = 1_900_000_000.0
 SETTINGS = Settings()
 CURRENT, OLD = "hash-current", "hash-old"
+"""Hashes of pod templates."""
 
-READY, RECONCILING, STALLED = ("True", "False", "False"), ("False", "True", "False"), ("False", "False", "True")
-"""What `kstatus` answers."""
+PROMETHEUS = {"serverAddress": "http://prometheus:9090"}
+HPA: dict[str, Any] = {"autoscaling": {"minReplicas": 2, "maxReplicas": 5}}
+KEDA: dict[str, Any] = {"autoscaling": {**HPA["autoscaling"], "provider": "keda", "prometheus": PROMETHEUS}}
+TO_ZERO: dict[str, Any] = {"autoscaling": {**KEDA["autoscaling"], "minReplicas": 0}}
+"""Specs of services whose pods an autoscaler counts."""
 
 
 def body(spec: Mapping[str, Any] | None = None, *, name: str = "qwen", generation: int = 1) -> dict[str, Any]:
@@ -104,6 +106,41 @@ def pod(
     )
 
 
+def failure(
+    reason: str,
+    *,
+    words: str = "",
+    code: int | None = None,
+    restarts: int = 0,
+    container: str = "engine",
+    terminated: str | None = None,
+    init: bool = False,
+) -> ContainerFailure:
+    """Why a container does not run; `terminated` is the reason of its last end."""
+    return ContainerFailure(
+        container=container,
+        reason=reason,
+        message=words,
+        exit_code=code,
+        terminated_reason=terminated,
+        restart_count=restarts,
+        init=init,
+    )
+
+
+def termination(number: int = 1, *, reason: str = "Error", words: str = "", code: int = 1) -> Termination:
+    """The end of the engine's previous run, which `kubectl logs --previous` shows."""
+    return Termination(
+        container="engine",
+        container_id=f"containerd://{number}",
+        exit_code=code,
+        reason=reason,
+        message=words,
+        finished_at="2026-11-30T00:00:00Z",
+        is_previous=True,
+    )
+
+
 def metrics(
     *, at: float = NOW, enabled: bool = True, queries: float = 0, hits: float = 0, usage: float = 0.25
 ) -> EngineMetrics:
@@ -121,6 +158,11 @@ def metrics(
     )
 
 
+def settled_status(replicas: int) -> dict[str, Any]:
+    """A Deployment's status when all of its pods are of the present template and serve."""
+    return deployment_status(replicas=replicas, updated=replicas, ready=replicas, available=replicas)
+
+
 def deployment_status(
     *, replicas: int = 1, updated: int = 1, ready: int = 1, available: int = 1, seen: int = 3
 ) -> dict[str, Any]:
@@ -132,6 +174,10 @@ def deployment_status(
         "availableReplicas": available,
     }
     return {"observedGeneration": seen} | {key: value for key, value in figures.items() if value}
+
+
+NOT_READY = deployment_status(ready=0, available=0)
+"""A Deployment whose one pod is not ready."""
 
 
 def observed(of: Plan, *pods: ObservedPod, status: Mapping[str, Any] | None = None, **changes: Any) -> Observed:
@@ -148,42 +194,10 @@ def observed(of: Plan, *pods: ObservedPod, status: Mapping[str, Any] | None = No
     return replace(found, **changes)
 
 
+def failing(of: Plan, *failures: ContainerFailure) -> Observed:
+    """The service's one pod does not run, for these reasons."""
+    return observed(of, pod(ready=False, failures=failures), status=NOT_READY)
+
+
 def window(*, started_at: float = NOW - 500, seconds: float = 300.0) -> HitRateWindow:
     return HitRateWindow(seconds=seconds, started_at=started_at)
-
-
-def status_of(
-    of: Plan,
-    seen: Observed,
-    previous: Mapping[str, Any] | None = None,
-    *,
-    hits: HitRateWindow | None = None,
-    now: float = NOW,
-    release: Release | None = None,
-) -> dict[str, Any]:
-    return build_status(
-        of.identity, of, seen, previous or {}, window=hits or window(), now=now, settings=SETTINGS, release=release
-    )
-
-
-def conditions(status: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Condition type → (status, reason)."""
-    return {item["type"]: (item["status"], item["reason"]) for item in status["conditions"]}
-
-
-def message(status: Mapping[str, Any], kind: str) -> str:
-    return str(next(item["message"] for item in status["conditions"] if item["type"] == kind))
-
-
-def kstatus(status: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Ready, Reconciling, Stalled."""
-    found = conditions(status)
-    return found["Ready"][0], found["Reconciling"][0], found["Stalled"][0]
-
-
-def reason(status: Mapping[str, Any]) -> str:
-    return conditions(status)["Ready"][1]
-
-
-NOT_READY = deployment_status(ready=0, available=0)
-"""A Deployment whose one pod is not ready."""

@@ -1,0 +1,1 @@
+"""Structured output: which tokens a grammar allows next. Free of torch."""

@@ -1,0 +1,55 @@
+"""From what a request asks for to a grammar of llguidance, and its complaints in our words."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llguidance
+
+from reprise_engine.errors import RequestError
+from reprise_engine.request import StructuredOutput
+
+_ANY_OBJECT = json.dumps({"type": "object"})
+_LONGEST_COMPLAINT = 300
+_NO_MESSAGE = ("NoExtension", "NoExtensionBias")
+"""llguidance's words for a grammar that nothing fits."""
+_VERBOSE = re.compile(r"<(state|non-verbose)\b.*", re.DOTALL)
+"""After its message, llguidance prints the parser's state, or that it does not."""
+
+
+def grammar_of(structured: StructuredOutput) -> str:
+    """llguidance's text of it. Raises RequestError for what cannot be read; that it is sound is not known yet."""
+    try:
+        match structured.kind:
+            case "json":
+                return _of_schema(structured.text)
+            case "json_object":
+                return _of_schema(_ANY_OBJECT)
+            case "regex":
+                return llguidance.LLMatcher.grammar_from_regex(structured.text)
+            case "choice" | "grammar":
+                return llguidance.grammar_from(structured.kind, structured.text)
+    except (ValueError, TypeError) as error:
+        raise refused(structured, str(error)) from error
+
+
+def _of_schema(schema: str) -> str:
+    # Whitespace as the model likes it, where the schema's own "x-guidance" does not say otherwise.
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": True})
+
+
+def refused(structured: StructuredOutput, complaint: str) -> RequestError:
+    """The complaint about a grammar, naming the field it came from."""
+    what = "The JSON schema" if structured.kind == "json" else f"The {structured.kind}"
+    reason = " ".join(_VERBOSE.sub("", complaint).split())
+    if not reason or reason in _NO_MESSAGE:
+        reason = "no text fits it"
+    if len(reason) > _LONGEST_COMPLAINT:
+        reason = reason[: _LONGEST_COMPLAINT - 1] + "…"
+    param = structured.param
+    return RequestError(
+        f"{what}{f' in {param}' if param else ''} cannot be honoured: {reason.rstrip('.')}. Change it or leave it out.",
+        param=param,
+        code="invalid_structured_output",
+    )
