@@ -20,7 +20,7 @@ from reprise_engine import LLM, SamplingParams, StructuredOutput
 from reprise_engine.entrypoints.outputs import GenerationOutput
 from reprise_engine.errors import RequestError
 from reprise_engine.loop import EngineCore
-from reprise_engine.request import EngineRequest, FinishReason, RequestId, TokenId
+from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, TokenId
 from reprise_engine.step import ScheduledRequest
 from reprise_engine.structured.masks import Grammars
 from reprise_engine.structured.vocabulary import grammar_tokenizer
@@ -266,7 +266,7 @@ def test_only_the_request_itself_waits_for_its_grammar() -> None:
     assert core.has_work()
     assert core.step() == ()
     threading.Timer(0.02, lambda: compiler.under_way[0].set_result(None)).start()
-    outputs = []
+    outputs: list[RequestOutput] = []
     while core.has_work():
         outputs += core.step()
     assert [output.request_id for output in outputs] == ["slow", "slow"]
