@@ -133,6 +133,11 @@ def test_a_sequences_mask_depends_on_its_tokens_only(data: st.DataObject) -> Non
         fresh.close()
 
 
+def test_a_sequence_whose_tokens_changed_is_read_anew(grammars: Grammars) -> None:
+    for first, second in (("a", "b"), ("c", "d"), ("a", "b")):
+        assert allowed(grammars, under(regex("(ab|cd)"), ids(first))) == [{ids(second)[0]}]
+
+
 def test_the_grammar_may_begin_after_a_mark(grammars: Grammars) -> None:
     mark = ids("</think>")
     assert len(mark) > 1
