@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -226,17 +227,15 @@ def profile(case: Case, runner: ModelRunner, parts: Parts) -> Profile:
         metadata, rows, sampling = batch.metadata, step.num_tokens, batch.sampling
         if rows <= _FEW_ROWS:
             runner.run(step)  # descriptions are made, pages are there
-        found.whole += least_seconds(lambda step=step: runner.run(step), case.runs)  # type: ignore[misc]
+        found.whole += least_seconds(partial(runner.run, step), case.runs)
         few = 2 if rows > _FEW_ROWS else case.runs
         found.seconds["linear"] += parts.linear(rows, len(sampling), few)
         found.seconds["attention"] += parts.attention(metadata, rows, few)
         found.seconds["norms"] += parts.norms_and_kv(metadata, rows, few)
         if sampling:
             logits = torch.rand(len(sampling), VOCAB_SIZE)
-            found.seconds["sampler"] += least_seconds(
-                lambda logits=logits, sampling=sampling: sample(logits, sampling, engine_seed=0),  # type: ignore[misc]
-                case.runs,
-            )
+            sampler = partial(sample, logits, sampling, engine_seed=0)
+            found.seconds["sampler"] += least_seconds(sampler, case.runs)
         q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         layers = LAYERS * (HIDDEN * (2 * q + 2 * kv) + 3 * HIDDEN * FFN)
         head = VOCAB_SIZE * HIDDEN
@@ -306,7 +305,7 @@ def main(arguments: Sequence[str]) -> int:
     peaks = measure_peaks()
     print(f"One core at best: {peaks.float32:.0f} GFLOP/s in float32,")
     print("no" if peaks.bfloat16 is None else f"{peaks.bfloat16:.0f}", "GFLOP/s by bfloat16 dot products;")
-    print(f"it reads {peaks.read:.0f} GB/s, two of them {peaks.read_by_two:.0f} GB/s (the least of their clock).\n")
+    print(f"it reads {peaks.read:.0f} GB/s, two of them {peaks.read_by_two:.0f} GB/s (by the clock: other work spoils it).\n")
     kernels = load_kernels()
     if kernels is None:
         print("The kernels are not built: python -m reprise_engine.native.build", file=sys.stderr)
