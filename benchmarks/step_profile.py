@@ -305,7 +305,7 @@ def main(arguments: Sequence[str]) -> int:
     peaks = measure_peaks()
     print(f"One core at best: {peaks.float32:.0f} GFLOP/s in float32,")
     print("no" if peaks.bfloat16 is None else f"{peaks.bfloat16:.0f}", "GFLOP/s by bfloat16 dot products;")
-    print(f"it reads {peaks.read:.0f} GB/s, two of them {peaks.read_by_two:.0f} GB/s (by the clock: other work spoils it).\n")
+    print(f"it reads {peaks.read:.0f} GB/s, two {peaks.read_by_two:.0f} GB/s (by the clock, so on a quiet machine).\n")
     kernels = load_kernels()
     if kernels is None:
         print("The kernels are not built: python -m reprise_engine.native.build", file=sys.stderr)
