@@ -24,9 +24,9 @@ _GATHERED_KEYS = 16384
 _TILE_ROWS = 256
 # Bytes of a tile's mask for each key: booleans twice, floats.
 _MASK_BYTES = _TILE_ROWS * 6
-# Widened weights (models/upcast.py), torch's own buffers, and those that MKL keeps for packed matrices: 6 MiB of the
-# layers' and 5 of the head's product on many rows (measured), each thread.
-_PLAIN_BYTES_PER_THREAD = 11 * _MIB
+# Widened weights (models/upcast.py), torch's own buffers, and those that MKL keeps for packed matrices, the head's on
+# many rows among them (measured), each thread.
+_PLAIN_BYTES_PER_THREAD = 8 * _MIB
 # Rows sampled at once (sampler.py) and the bytes one of their scores takes: the score, the sorted ones with their
 # tokens, probabilities and their sums, masks.
 _SAMPLED_ROWS = 16

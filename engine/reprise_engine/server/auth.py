@@ -9,8 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reprise_engine.server.errors import error_body
-
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+from reprise_engine.server.open_paths import OPEN_PATHS
 
 
 class ApiKeys:

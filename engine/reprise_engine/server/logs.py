@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from reprise_engine.config import EngineConfig, ResolvedConfig
-from reprise_engine.server.auth import OPEN_PATHS
+from reprise_engine.server.open_paths import OPEN_PATHS
 
 TERMINATION_LOG = "/dev/termination-log"
 _TERMINATION_LINE_LIMIT = 2000
