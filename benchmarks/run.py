@@ -54,7 +54,7 @@ _QUIET = 0.2
 """Processor seconds a second that others may use before we say that the figures will suffer."""
 
 # What the engine's process needs before it can load a model; what a start-up takes beyond this is our own.
-_IMPORTS = "import reprise_engine.core, reprise_engine.server.lifecycle, transformers.models.qwen3.modeling_qwen3"
+_IMPORTS = "import reprise_engine.core, transformers.models.qwen3.modeling_qwen3"
 
 
 class Runner:

@@ -24,8 +24,9 @@ _GATHERED_KEYS = 16384
 _TILE_ROWS = 256
 # Bytes of a tile's mask for each key: booleans twice, floats.
 _MASK_BYTES = _TILE_ROWS * 6
-# Widened weights (models/upcast.py), torch's own buffers, and those that MKL keeps for packed matrices, each thread.
-_PLAIN_BYTES_PER_THREAD = 6 * _MIB
+# Widened weights (models/upcast.py), torch's own buffers, and those that MKL keeps for packed matrices, the head's on
+# many rows among them (measured), each thread.
+_PLAIN_BYTES_PER_THREAD = 8 * _MIB
 # Rows sampled at once (sampler.py) and the bytes one of their scores takes: the score, the sorted ones with their
 # tokens, probabilities and their sums, masks.
 _SAMPLED_ROWS = 16
@@ -37,7 +38,7 @@ _BYTES_PER_SAMPLED_SCORE = 32
 _SCORED_ROWS = 32
 _BYTES_PER_SCORED_SCORE = 13
 _BYTES_PER_PAIR = 16
-_BYTES_PER_SCORED_TOKEN = 2700
+_BYTES_PER_SCORED_TOKEN = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

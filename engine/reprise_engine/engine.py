@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from reprise_engine.cache_report import PrefixCacheReport
 from reprise_engine.config import EngineConfig, ResolvedConfig
+from reprise_engine.engine_process import EngineProcess
 from reprise_engine.errors import EngineDead, EngineStopped, RepriseError, SlowReader
 from reprise_engine.messages import (
     DEFAULT_BUILDER,
@@ -49,10 +45,6 @@ from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-_SHORT_SPIN = ("GOMP_SPINCOUNT", "500")
-"""OpenMP's threads wait for each other dozens of times a token. By default they spin for milliseconds, and where a
-neighbour wants a processor, decoding falls to a fraction (docs/cpu-performance.md). This is some microseconds."""
-
 MAX_UNREAD_OUTPUTS = 4096
 """Of one request, with one token each: what a client may lag behind. With twenty logprobs a token they are 10 MiB."""
 
@@ -62,7 +54,7 @@ Inbox = asyncio.Queue[RequestOutput | RepriseError]
 class EngineClient:
     """One engine process. Create with `EngineClient(…)` inside a running event loop, then `await start()`.
 
-    `on_progress` and `on_stats` are called on the event loop.
+    `on_progress` and `on_stats` are called on the event loop. `process` was started with the same config already.
     """
 
     def __init__(
@@ -74,6 +66,7 @@ class EngineClient:
         max_unread_outputs: int = MAX_UNREAD_OUTPUTS,
         on_progress: Callable[[LoadProgress], None] | None = None,
         on_stats: Callable[[SchedulerStats], None] | None = None,
+        process: EngineProcess | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._start = Start(config, builder, log_level)
@@ -88,8 +81,8 @@ class EngineClient:
         self._ended: asyncio.Future[EngineDead] = self._loop.create_future()
         self._last_words: Died | None = None
         self._closing = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: int | None = None
+        self._process = process
+        self._listening = False
         self.resolved: ResolvedConfig | None = None
         self.stats = SchedulerStats()
 
@@ -100,7 +93,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._process is None else self._process.process.pid
 
     @property
     def num_requests(self) -> int:
@@ -114,32 +107,18 @@ class EngineClient:
 
         Raises what the engine raised (ConfigError, ModelError, InsufficientMemory …), or EngineDead.
         """
-        await asyncio.to_thread(self._spawn)
-        self._outbox.put(self._start)
-        threading.Thread(target=self._write, name="engine-writer", daemon=True).start()
-        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
+        if self._process is None:
+            await asyncio.to_thread(self._spawn)
+        process = self._process
+        assert process is not None
+        self._listening = True
+        threading.Thread(target=self._write, args=(process,), name="engine-writer", daemon=True).start()
+        threading.Thread(target=self._read, args=(process,), name="engine-reader", daemon=True).start()
         self.resolved = await asyncio.shield(self._ready)  # a start that is given up leaves the future to close()
         return self.resolved
 
     def _spawn(self) -> None:
-        environment = dict(os.environ)
-        if not sys.stderr.isatty():
-            environment.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars make a mess of a log
-        if "OMP_WAIT_POLICY" not in environment:
-            environment.setdefault(*_SHORT_SPIN)
-        ours, theirs = socket.socketpair()
-        lifeline_read, self._lifeline = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "reprise_engine.process", str(theirs.fileno()), str(lifeline_read)],
-                pass_fds=(theirs.fileno(), lifeline_read),
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
-        finally:
-            theirs.close()
-            os.close(lifeline_read)
-        self._connection = Connection(ours.detach())
+        self._process = EngineProcess(self._start)
 
     async def wait_ended(self) -> EngineDead:
         """Returns the cause once the process has ended without being asked to."""
@@ -151,6 +130,12 @@ class EngineClient:
         process = self._process
         if process is None:
             return
+        if not self._listening:  # given up before start()
+            process.kill()
+            await asyncio.to_thread(process.process.wait)
+            process.connection.close()
+            process.let_go()
+            return
         self._outbox.put(Shutdown())
         if not self._ready.done():
             process.kill()  # it listens to nothing while it loads
@@ -159,9 +144,7 @@ class EngineClient:
         except TimeoutError:
             process.kill()
             await asyncio.shield(self._ended)
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        process.let_go()
 
     # --- requests
 
@@ -223,27 +206,26 @@ class EngineClient:
 
     # --- the two threads
 
-    def _write(self) -> None:
+    def _write(self, process: EngineProcess) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                self._connection.send(message)
+                process.connection.send(message)
             except OSError:
                 return  # the reader sees the end as well, and tells
 
-    def _read(self) -> None:
-        assert self._process is not None
+    def _read(self, process: EngineProcess) -> None:
         try:
             while True:
-                message: FromEngine = self._connection.recv()
+                message: FromEngine = process.connection.recv()
                 self._call(self._take, message)
         except (EOFError, OSError):
             pass  # the process has ended
         except Exception:
             logger.exception("a message of the engine process cannot be read; it is killed")
-            self._process.kill()
-        code = self._process.wait()
+            process.kill()
+        code = process.process.wait()
         self._outbox.put(None)
-        self._call(self._take_end, code)
+        self._call(self._take_end, process, code)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
@@ -289,11 +271,11 @@ class EngineClient:
             inbox.get_nowait()
         inbox.put_nowait(SlowReader(f"The client left {self._max_unread} outputs unread; the request was aborted."))
 
-    def _take_end(self, code: int) -> None:
+    def _take_end(self, process: EngineProcess, code: int) -> None:
         error = (EngineStopped if self._closing else EngineDead)(self._cause(code))
         if self._last_words is not None:
             error.__cause__ = self._last_words.cause
-        self._connection.close()
+        process.connection.close()
         self._ended.set_result(error)
         if not self._ready.done():
             self._ready.set_exception(error)

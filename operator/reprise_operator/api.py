@@ -28,7 +28,7 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
 from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
-from reprise_operator.recall import Memo
+from reprise_operator.recall import Memo, is_watched
 
 Body = Mapping[str, Any]
 Answer = TypeVar("Answer")
@@ -140,7 +140,7 @@ class Api:
         except ClusterError as error:
             if error.fault is not Fault.NOT_FOUND:
                 raise
-        if memo is not None:
+        if memo is not None and is_watched(resource, answer):
             memo[asked] = answer
         return answer
 

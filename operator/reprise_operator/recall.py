@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprise_operator.kinds import CONFIG_MAPS, REPLICA_SETS, WATCHED_TYPES, ResourceType
+from reprise_operator.kinds import CONFIG_MAPS, INFERENCE_SERVICES, REPLICA_SETS, WATCHED_TYPES, ResourceType
+from reprise_operator.naming import MANAGED_BY
 
 _REMEMBERED = frozenset((*WATCHED_TYPES, REPLICA_SETS))
 """ReplicaSets have no watch of their own: the Deployment's status changes with them."""
+
+
+def is_watched(resource: ResourceType, body: Mapping[str, Any] | None) -> bool:
+    """Whether an event would tell of its change: the watches bring services, and of the rest what carries our label.
+    What has a name that we want and is somebody else's goes without a word."""
+    if body is None or resource == INFERENCE_SERVICES:
+        return True
+    labels: Mapping[str, str] = body["metadata"].get("labels") or {}
+    return MANAGED_BY.items() <= labels.items()
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ import pytest
 from reprise_engine.engine import MAX_UNREAD_OUTPUTS
 from reprise_engine.entrypoints.arguments import build_parser
 from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES, add_http_arguments
-from reprise_engine.server.auth import OPEN_PATHS
 from reprise_engine.server.connection import MAX_HEAD_SIZE
 from reprise_engine.server.http_options import HttpOptions
+from reprise_engine.server.open_paths import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

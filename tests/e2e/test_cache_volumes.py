@@ -51,9 +51,12 @@ def test_a_service_is_warm_before_it_is_ready_and_keeps_its_blocks(site: Site) -
         # Without the volume: the same pods' work by a Deployment, and no moment without one that serves.
         service.patch({"prefixCaching": {"persistence": None}})
         service.wait_ready()
-        (pod,) = service.pods()
-        assert pod["metadata"]["ownerReferences"][0]["kind"] == "ReplicaSet"
+        eventually(lambda: owners_of_pods(service) == ["ReplicaSet"], "the StatefulSet's pod has gone")
         assert cached(service, SYSTEM)[0] > 0
+
+
+def owners_of_pods(service: Deployed) -> list[str]:
+    return [pod["metadata"]["ownerReferences"][0]["kind"] for pod in service.pods()]
 
 
 def _has_default_class(site: Site) -> bool:

@@ -74,3 +74,12 @@ def test_a_command_is_needed() -> None:
 def test_the_api_process_imports_neither_torch_nor_transformers(module: str) -> None:
     code = f"import {module}, sys; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert run("-c", code).stdout == "[]\n"
+
+
+def test_a_server_starts_its_engine_process_before_it_imports_what_http_needs() -> None:
+    libraries = ("fastapi", "starlette", "uvicorn", "aiohttp", "tokenizers", "jinja2")
+    code = (
+        "import sys, reprise_engine.entrypoints.openai.api_server, reprise_engine.entrypoints.cli;"
+        f"print([m for m in {libraries} if m in sys.modules])"
+    )
+    assert run("-c", code).stdout == "[]\n"

@@ -16,6 +16,7 @@ import pytest
 
 from reprise_engine.config import EngineConfig, ModelConfig
 from reprise_engine.engine import MAX_UNREAD_OUTPUTS, EngineClient
+from reprise_engine.engine_process import EngineProcess
 from reprise_engine.errors import (
     ContextLengthExceeded,
     EngineDead,
@@ -25,7 +26,7 @@ from reprise_engine.errors import (
     SlowReader,
     UnsupportedModel,
 )
-from reprise_engine.messages import LoadProgress
+from reprise_engine.messages import LoadProgress, Start
 from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams
 
 CONFIG = EngineConfig(model=ModelConfig(model="counting"))
@@ -234,6 +235,25 @@ async def test_a_start_that_is_given_up_does_not_make_closing_wait_for_the_load(
     began = time.monotonic()
     await engine.close()
     assert time.monotonic() - began < 5
+
+
+async def test_a_process_that_was_started_before_its_client_serves() -> None:
+    builder = "tests.support.fake_engine:build"
+    process = EngineProcess(Start(CONFIG, builder))
+    engine = EngineClient(CONFIG, builder=builder, process=process)
+    try:
+        await engine.start()
+        assert engine.pid == process.process.pid
+        assert tokens_of(await outputs_of(engine, request("a", max_tokens=1))) == [98]
+    finally:
+        await engine.close()
+    assert process.process.returncode == 0
+
+
+async def test_a_process_whose_client_never_starts_ends_with_it() -> None:
+    process = EngineProcess(Start(CONFIG, "tests.support.fake_engine:build_for_ever"))
+    await EngineClient(CONFIG, process=process).close()
+    assert process.process.returncode == -signal.SIGKILL
 
 
 async def test_the_engine_process_ignores_signals_that_are_the_servers() -> None:

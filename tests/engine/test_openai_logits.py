@@ -79,9 +79,9 @@ def ask(client: httpx.Client, **body: Any) -> str:
 
 def test_an_answer_by_a_json_schema_whole_and_streamed_cold_and_warm(sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "small", "messages": QUESTION, "temperature": 0, "max_tokens": 60}
-    cold = sdk.chat.completions.create(**asked, response_format=FORMAT)
-    warm = sdk.chat.completions.create(**asked, response_format=FORMAT)
-    stream = sdk.chat.completions.create(**asked, response_format=FORMAT, stream=True)
+    create: Any = sdk.chat.completions.create
+    cold, warm = (create(**asked, response_format=FORMAT) for _ in range(2))
+    stream = create(**asked, response_format=FORMAT, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert cold.choices[0].message.content is not None
     answer = json.loads(cold.choices[0].message.content)
@@ -94,6 +94,7 @@ def test_an_answer_by_a_json_schema_whole_and_streamed_cold_and_warm(sdk: openai
 
 
 def test_every_way_to_ask_for_a_form(client: httpx.Client) -> None:
+    form: dict[str, Any]
     schema: dict[str, Any] = {"structured_outputs": {"json": CITY}}
     assert json.loads(ask(client, **schema))["city"] == "Paris"
     assert json.loads(ask(client, structured_outputs={"json": json.dumps(CITY)}))["city"] == "Paris"

@@ -117,7 +117,7 @@ def test_banned_words_need_a_tokenizer_and_ids_a_vocabulary() -> None:
         ({"bad_words_token_ids": ((1, VOCAB_SIZE),)}, "bad_words_token_ids"),
     ):
         with pytest.raises(RequestError) as refused:
-            llm.generate([5, 6], SamplingParams(**options))  # type: ignore[arg-type]
+            llm.generate([5, 6], SamplingParams(**options))
         assert refused.value.param == param
     llm.close()
 

@@ -28,7 +28,7 @@ from tests.support.fake_engine import NPU_OUT_OF_MEMORY, write_model
 RUN = """
 import sys
 from pathlib import Path
-from reprise_engine.server.lifecycle import run
+from reprise_engine.server.start import run
 from tests.support.engine_server import fake_options
 
 folder, builder, port, timeout = sys.argv[1:]

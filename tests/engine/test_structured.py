@@ -20,7 +20,7 @@ from reprise_engine import LLM, SamplingParams, StructuredOutput
 from reprise_engine.entrypoints.outputs import GenerationOutput
 from reprise_engine.errors import RequestError
 from reprise_engine.loop import EngineCore
-from reprise_engine.request import EngineRequest, FinishReason, RequestId, TokenId
+from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestOutput, TokenId
 from reprise_engine.step import ScheduledRequest
 from reprise_engine.structured.masks import Grammars
 from reprise_engine.structured.vocabulary import grammar_tokenizer
@@ -131,6 +131,11 @@ def test_a_sequences_mask_depends_on_its_tokens_only(data: st.DataObject) -> Non
     finally:
         grammars.close()
         fresh.close()
+
+
+def test_a_sequence_whose_tokens_changed_is_read_anew(grammars: Grammars) -> None:
+    for first, second in (("a", "b"), ("c", "d"), ("a", "b")):
+        assert allowed(grammars, under(regex("(ab|cd)"), ids(first))) == [{ids(second)[0]}]
 
 
 def test_the_grammar_may_begin_after_a_mark(grammars: Grammars) -> None:
@@ -266,7 +271,7 @@ def test_only_the_request_itself_waits_for_its_grammar() -> None:
     assert core.has_work()
     assert core.step() == ()
     threading.Timer(0.02, lambda: compiler.under_way[0].set_result(None)).start()
-    outputs = []
+    outputs: list[RequestOutput] = []
     while core.has_work():
         outputs += core.step()
     assert [output.request_id for output in outputs] == ["slow", "slow"]

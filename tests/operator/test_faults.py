@@ -19,7 +19,7 @@ from tests.operator.operator_process import Process, ended
 from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.cluster import install_crd
 from tests.support.kube_assets import find_kube_assets
-from tests.support.kubectl import Kubectl, eventually
+from tests.support.kubectl import Kubectl, eventually, namespace
 from tests.support.request_recorder import Answer, Deaf, Hang, Request, RequestRecorder, Silent, recording
 
 Manifest = dict[str, Any]
@@ -233,9 +233,11 @@ def test_an_outage_longer_than_the_lease_ends_the_process_and_the_next_one_waits
     restartable: ApiServer, tmp_path: Path
 ) -> None:
     """The kubelet starts it again; it must not end again and again meanwhile, or its back-off grows to minutes."""
-    kubectl = Kubectl(kubeconfig=restartable.kubeconfig_path)
+    # Not where the test before was: its Deployment may still be there, and is nobody's then.
+    kubectl = Kubectl(kubeconfig=restartable.kubeconfig_path, namespace="outage")
+    kubectl.apply(namespace("outage"))
     kubectl.apply(SERVICE)
-    arguments = ("-n", "default", "--lease-namespace", "default")
+    arguments = ("-n", "outage", "--lease-namespace", "outage")
     with recording(kubectl.kubeconfig, folder=tmp_path) as wire:
         away = Hang()
         wire.interfere(lambda _: away if away.on else None)
@@ -253,7 +255,7 @@ def test_an_outage_longer_than_the_lease_ends_the_process_and_the_next_one_waits
             away.on = False
             second.wait_leading(within=90)
             kubectl.patch("inferenceservice", "qwen", {"spec": {"model": {"maxModelLen": 1116}}})
-            eventually(lambda: runs_with(kubectl, 1116), "it works", within=60)
+            eventually(lambda: runs_with(kubectl, 1116), "it works", within=20)
     kubectl.delete("inferenceservice", "qwen")
 
 

@@ -11,6 +11,7 @@ from kubernetes.aio.client import Configuration
 
 from reprise_operator.api import MERGE_PATCH, Api, ClusterError
 from reprise_operator.kinds import CONFIG_MAPS, DEPLOYMENTS, INFERENCE_SERVICES, PODS, SECRETS
+from reprise_operator.naming import MANAGED_BY
 from reprise_operator.recall import Recall
 
 KEY = "llm/qwen"
@@ -30,10 +31,11 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.status = 200
+        self.labels = dict(MANAGED_BY)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(f"{request.method} {request.path}")
-        return web.json_response({"metadata": {}, "items": []}, status=self.status)
+        return web.json_response({"metadata": {"labels": self.labels}, "items": []}, status=self.status)
 
 
 @pytest.fixture
@@ -74,6 +76,16 @@ async def test_a_user_s_config_map_is_read_anew(server: Served) -> None:
             await remembering.get(CONFIG_MAPS, "llm", "theirs")
     named = "GET /api/v1/namespaces/llm/configmaps"
     assert sorted(served.asked) == [named, f"{named}/theirs", f"{named}/theirs"]
+
+
+async def test_what_is_somebody_elses_is_read_anew(server: Served) -> None:
+    """It stands in our way, and the watches, which are of what carries our label, do not tell when it goes."""
+    (served, api), recall = server, Recall(max_age=60)
+    served.labels = {"whose": "mine"}
+    for _ in range(2):
+        with passing(recall, api) as remembering:
+            await remembering.get(DEPLOYMENTS, "llm", "qwen")
+    assert served.asked == ["GET /apis/apps/v1/namespaces/llm/deployments/qwen"] * 2
 
 
 async def test_without_news_nothing_is_asked_again(server: Served) -> None:

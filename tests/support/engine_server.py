@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 
 from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from reprise_engine.server.lifecycle import Stop, bind, serve
+from reprise_engine.server.lifecycle import Stop, serve
 from reprise_engine.server.options import ServerOptions
+from reprise_engine.server.start import bind
 from tests.support.fake_engine import write_model
 
 

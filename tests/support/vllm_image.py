@@ -32,5 +32,7 @@ def vllm_images() -> Mapping[str, Image]:
         "LANG": "C.UTF-8",
     }
     # The published CPU build lacks the metadata that its command `vllm serve MODEL` reads; behind it is this module.
-    command = 'shift 2; model="$1"; shift; exec python -m vllm.entrypoints.openai.api_server --model "$model" "$@"'
+    # Anything else is a program of the image, such as the check's python3.
+    serve = 'shift 2; model="$1"; shift; exec python -m vllm.entrypoints.openai.api_server --model "$model" "$@"'
+    command = f'[ "$1" = vllm ] || exec "$@"; {serve}'
     return {VLLM_IMAGE: Image(entrypoint=("sh", "-c", command, "entrypoint"), env=env, host_flag="--host")}

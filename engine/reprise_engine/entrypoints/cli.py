@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from reprise_engine.entrypoints import bench, check, evaluate, fetch
-from reprise_engine.entrypoints.arguments import ArgumentParser, build_parser, server_options
-from reprise_engine.errors import ConfigError
-from reprise_engine.server import lifecycle, logs
+from reprise_engine.entrypoints import bench, evaluate, fetch
+from reprise_engine.entrypoints.arguments import build_parser
+from reprise_engine.entrypoints.serve import serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,22 +17,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "bench":
         return bench.main(parsed)
     if parsed.command == "check":
+        from reprise_engine.entrypoints import check  # only here: a server imports its tokenizer library later
+
         return check.main(parsed)
     if parsed.command == "eval":
         return evaluate.main(parsed)
     if parsed.command == "fetch":
         return fetch.main(parsed)
     return serve(parser, parsed)
-
-
-def serve(parser: ArgumentParser, parsed: argparse.Namespace) -> int:
-    """Run a server. The lines of a wrong flag go to the kubelet, too."""
-    try:
-        options = server_options(parsed)
-    except ConfigError as error:
-        logs.last_words(f"{type(error).__name__}: {error}")
-        parser.error(str(error))
-    return lifecycle.run(options)
 
 
 if __name__ == "__main__":

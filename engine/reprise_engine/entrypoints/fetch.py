@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise_engine.errors import (
     ConfigError,
@@ -19,9 +20,11 @@ from reprise_engine.errors import (
     ModelVolumeUnusable,
     RepriseError,
 )
-from reprise_engine.fetch.run import FetchOptions, fetch
 from reprise_engine.fetch.uri import parse_uri
 from reprise_engine.server import logs
+
+if TYPE_CHECKING:
+    from reprise_engine.fetch.run import FetchOptions
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ def main(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace) -> FetchOptions:
+    # Here, since every server parses these flags with its own: it needs no aiohttp.
+    from reprise_engine.fetch.run import FetchOptions
+
     if not 1 <= parsed.parallel <= 32:
         raise ConfigError(f"--parallel is {parsed.parallel}; it must be 1 to 32.")
     if not 0.1 <= parsed.progress_seconds <= 3600:
@@ -78,6 +84,8 @@ def _options(parsed: argparse.Namespace) -> FetchOptions:
 
 async def _run(options: FetchOptions) -> int:
     """Without a handler the first process of a container would not even notice SIGTERM."""
+    from reprise_engine.fetch.run import fetch
+
     work = asyncio.current_task()
     assert work is not None
     received: list[signal.Signals] = []

@@ -325,29 +325,32 @@ class KVCacheManager:
     def _index(self, sequence: SequenceBlocks, tokens: Sequence[TokenId], full: int) -> None:
         """Enters blocks [indexed, full), or takes over the blocks that are there already with the same content."""
         self._encode(sequence, tokens, full)
-        blocks = sequence.blocks
+        # All names are local: a prompt enters hundreds of blocks, each in a microsecond or two.
+        blocks, keys, extra_keys, tip = sequence.blocks, sequence.keys, sequence.extra_keys, sequence.tip
         duplicates: list[BlockId] = []
         insert, mark_indexed = self.index.insert, self.pool.mark_indexed
-        for i in range(sequence.indexed, full):
-            own = blocks[i]
-            node = insert(sequence.tip, sequence.extra_keys, sequence.keys[i], own)
+        tiering, events = self.tiering, self._events
+        indexed = sequence.indexed
+        for own, key in zip(blocks[indexed:full], keys[indexed:full], strict=True):
+            node = insert(tip, extra_keys, key, own)
             if node.block == own:
                 mark_indexed(own)
-                if sequence.tip is None or sequence.tip.order is not None:  # else it has no sibling
+                if tip is None or tip.order is not None:  # else it has no sibling
                     self._drop_superseded(node)
-                if self.tiering is not None:
-                    self.tiering.entered(node)
-                if self._events is not None:
-                    self._events.stored(node)
+                if tiering is not None:
+                    tiering.entered(node)
+                if events is not None:
+                    events.stored(node)
             elif sequence.reads_cache:
                 self.pool.acquire((node.block,))
-                blocks[i] = node.block
+                blocks[indexed] = node.block
                 duplicates.append(own)
             else:
                 sequence.indexing = False
                 break
-            sequence.tip = node
-            sequence.indexed = i + 1
+            tip = node
+            indexed += 1
+        sequence.tip, sequence.indexed = tip, indexed
         if duplicates:
             sequence.table = tuple(blocks)
             self.pool.release(duplicates)

@@ -143,7 +143,7 @@ class PrefixIndex:
         then another block, and it is for the caller to give up its duplicate.
         Raises RuntimeError when `block` still stands for other tokens.
         """
-        branch = self._branch(parent, extra_keys)
+        branch = parent if parent is not None else self._branch(None, extra_keys)
         if branch.children and (present := branch.children.get(tokens)) is not None:
             return present
         if parent is None:

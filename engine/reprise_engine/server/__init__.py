@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server of the API process, free of torch; see `app.create_app` and `lifecycle.run`."""
+"""The OpenAI-compatible HTTP server of the API process, free of torch; see `app.create_app` and `start.run`."""

@@ -18,9 +18,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reprise_engine.server.auth import OPEN_PATHS
 from reprise_engine.server.errors import error_body
 from reprise_engine.server.generation import Generations
+from reprise_engine.server.open_paths import OPEN_PATHS
 from reprise_engine.server.tracing import Tracer
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reprise_engine.server.errors import error_body
-
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-PAGE_PATHS = frozenset({"/"})
+from reprise_engine.server.open_paths import OPEN_PATHS, PAGE_PATHS
 
 
 class ApiKeys:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from fastapi import Request
+if TYPE_CHECKING:
+    from fastapi import Request
 
 IsolationMode = Literal["none", "per-key"]
 

@@ -1,6 +1,6 @@
 """One server from start to end, in numbered steps.
 
-1. bind the port, so that a taken one is told before a model is loaded;
+1. bind the port, so that a taken one is told before a model is loaded, and start the engine process (`start.py`);
 2. answer HTTP: /health is 503 while
 3. tokenizer and engine process load, and the warm-up prompts are computed;
 4. serve, until a signal comes or the engine process dies;
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from reprise_engine.engine import EngineClient
-from reprise_engine.errors import ConfigError, OutOfMemory, RepriseError
+from reprise_engine.engine_process import EngineProcess
 from reprise_engine.messages import LoadProgress
 from reprise_engine.server import logs
 from reprise_engine.server.app import create_app
@@ -30,6 +29,7 @@ from reprise_engine.server.isolation import Isolation
 from reprise_engine.server.metrics import Metrics
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.server.pinning import warm_up
+from reprise_engine.server.start import EXIT_OK
 from reprise_engine.server.state import Loaded, ServerState
 from reprise_engine.server.tracing import Tracer, otlp_tracer
 from reprise_engine.text import Tokenizer, load_tokenizer
@@ -37,15 +37,10 @@ from reprise_engine.text.chat_formats import chat_formats
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-
 _DEATH_GRACE_SECONDS = 2
 """For the answers that tell clients of a dead engine."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, so that they, not we, close an idle connection."""
-_OPEN_FILES = 65536
 _VERDICT_SECONDS = 60
 """How long the engine may take to judge a model whose tokenizer is already known to be missing."""
 
@@ -86,49 +81,17 @@ class Stop:
                 loop.remove_signal_handler(number)
 
 
-def run(options: ServerOptions) -> int:
-    """Serve until told to stop. Returns the exit code: 0 after a drain, 2 for a wrong flag, 1 for anything else."""
-    logs.configure(options.log_level)
-    _allow_many_connections()
-    try:
-        listener = bind(options.host, options.port)
-    except OSError as error:
-        return _fail(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}", EXIT_FAILED)
-    try:
-        return asyncio.run(serve(options, listener))
-    except RepriseError as error:
-        # The operator reads the class of the error from the last words: it becomes the reason in the status.
-        told = error.__cause__ if isinstance(error.__cause__, OutOfMemory) else error
-        words = f"{type(told).__name__}: {told}"
-        return _fail(str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED, words=words)
+def run(options: ServerOptions, listener: socket.socket, process: EngineProcess) -> int:
+    """Steps 2 to 5. Returns the exit code; raises what `serve` raises."""
+    return asyncio.run(serve(options, listener, process=process))
 
 
-def _allow_many_connections() -> None:
-    """Each takes a file descriptor; shells and container runtimes often allow 1,024 where there is room for more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop | None = None) -> int:
+async def serve(
+    options: ServerOptions, listener: socket.socket, *, stop: Stop | None = None, process: EngineProcess | None = None
+) -> int:
     """Steps 2 to 5 on a bound socket. Raises the RepriseError by which the start failed, or EngineDead.
 
+    `process` is the engine's, where it was started already.
     In the main thread the signals drive `stop`; elsewhere its owner does, on this event loop.
     """
     names = options.served_names or (options.engine.model.model,)
@@ -149,6 +112,7 @@ async def serve(options: ServerOptions, listener: socket.socket, *, stop: Stop |
                 log_level=logging.getLevelName(options.log_level.upper()),
                 on_progress=lambda report: _show(state, report),
                 on_stats=state.metrics.engine_stats,
+                process=process,
             )
             try:
                 if not await _load(state, options, engine, stop):
@@ -315,10 +279,3 @@ def _url(listener: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):  # noqa: S104  (every address: name one that a browser can open)
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _fail(message: str, code: int, *, words: str | None = None) -> int:
-    """One line where a person looks, and one where the kubelet looks."""
-    logger.error("%s", message)
-    logs.last_words(words or message)
-    return code

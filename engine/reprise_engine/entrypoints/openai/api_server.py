@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from reprise_engine.entrypoints.arguments import build_api_server_parser
-from reprise_engine.entrypoints.cli import serve
+from reprise_engine.entrypoints.serve import serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
