@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from reprise_engine.text.chat_formats import ReasoningParser, ToolCallParser
+from reprise_engine.parser_names import ReasoningParser, ToolCallParser
 
 
 def add_chat_arguments(parser: argparse._ArgumentGroup) -> None:

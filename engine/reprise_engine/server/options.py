@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from reprise_engine.config import EngineConfig
 from reprise_engine.messages import DEFAULT_BUILDER
+from reprise_engine.parser_names import ReasoningParser, ToolCallParser
 from reprise_engine.server.http_options import HttpOptions
 from reprise_engine.server.isolation import IsolationMode
-from reprise_engine.text.chat_formats import ReasoningParser, ToolCallParser
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from reprise_engine.parser_names import ReasoningParser, ToolCallParser
 from reprise_engine.text import reasoning, tool_calls
 from reprise_engine.text.answer import AnswerParser
 from reprise_engine.text.chat_template import ChatTemplate
 from reprise_engine.text.reasoning import ReasoningSplitter, ReasoningStart
 from reprise_engine.text.tokenizer import Tokenizer
 from reprise_engine.text.tool_calls import HermesToolCalls
-
-ToolCallParser = Literal["auto", "hermes"]
-ReasoningParser = Literal["auto", "none", "qwen3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
