@@ -175,3 +175,15 @@ def test_what_a_reset_cannot_delete_is_not_served_and_goes_with_the_next_write(
         assert block(1).key not in store
         assert get(store, 1) is None
         assert get(store, 2) == block(2).payload
+
+
+def test_who_starts_leaves_the_empty_folder_of_a_record_on_its_way(folder: Path) -> None:
+    """A writer makes the folders, then moves the file there: it holds the lock, and who starts does not."""
+    with closing(open_store(folder, records=BOUND)) as store:
+        put(store, 1)
+        [record] = record_files(folder)
+        record.unlink()
+        with closing(open_store(folder, records=BOUND)):
+            assert record.parent.is_dir()
+        store.clear()
+        assert not record.parent.exists(), "who clears holds the lock"

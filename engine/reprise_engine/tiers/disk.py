@@ -274,7 +274,7 @@ class DiskStore:
         freed = 0
         try:
             with self._exclusive():
-                names = [name for _, name, _ in scan_records(self._session.folder, self._identity)]
+                names = [name for _, name, _ in scan_records(self._session.folder, self._identity, tidy=True)]
             for start in range(0, len(names), _CLEAR_BATCH):  # others get their turn in between
                 batch = names[start : start + _CLEAR_BATCH]
                 with self._exclusive():
@@ -322,7 +322,7 @@ class DiskStore:
 
     def _apply(self, changes: Sequence[Change] | None) -> None:
         if changes is None:
-            self._books.replace(scan_records(self._session.folder))
+            self._books.replace(scan_records(self._session.folder, tidy=True))
             return
         now = time.time()
         for change in changes:

@@ -86,9 +86,12 @@ def delete_records(folder: PrivateFolder, names: Iterable[RecordName]) -> None:
                     os.unlink(key, dir_fd=within)
 
 
-def scan_records(folder: PrivateFolder, identity: bytes | None = None) -> list[tuple[float, RecordName, int]]:
+def scan_records(
+    folder: PrivateFolder, identity: bytes | None = None, *, tidy: bool = False
+) -> list[tuple[float, RecordName, int]]:
     """(seconds of last use, name, size in bytes) of every record, or of those of one identity.
 
+    `tidy` removes empty folders on the way: only for who holds the lock, or a record on its way loses its place.
     What has no record's name is left alone: it is not ours. Raises OSError where the folder cannot be read.
     """
     found: list[tuple[float, RecordName, int]] = []
@@ -99,13 +102,14 @@ def scan_records(folder: PrivateFolder, identity: bytes | None = None) -> list[t
         if identity is not None and prefix != identity:
             continue
         with suppress(FileNotFoundError, NotADirectoryError), folder.directory(identity_name) as within:
-            _scan_identity(within, prefix, found)
-        with suppress(OSError):
-            os.rmdir(identity_name, dir_fd=folder.fd)  # only where it is empty
+            _scan_identity(within, prefix, found, tidy=tidy)
+        if tidy:
+            with suppress(OSError):
+                os.rmdir(identity_name, dir_fd=folder.fd)  # only where it is empty
     return found
 
 
-def _scan_identity(fd: int, prefix: bytes, found: list[tuple[float, RecordName, int]]) -> None:
+def _scan_identity(fd: int, prefix: bytes, found: list[tuple[float, RecordName, int]], *, tidy: bool) -> None:
     with os.scandir(fd) as entries:
         fan_outs = [entry.name for entry in entries if _FAN_OUT_NAME.fullmatch(entry.name)]
     for fan_out in fan_outs:
@@ -127,6 +131,6 @@ def _scan_identity(fd: int, prefix: bytes, found: list[tuple[float, RecordName, 
                     found.append((status.st_mtime, RecordName(prefix + bytes.fromhex(file)), status.st_size))
         finally:
             os.close(below)
-        if not files:
+        if tidy and not files:
             with suppress(OSError):
                 os.rmdir(fan_out, dir_fd=fd)
