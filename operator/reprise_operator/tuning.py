@@ -59,12 +59,17 @@ class MemoryState:
         """What the engine is told."""
         if not self.steps:
             return self.first.effective
-        return max(self.floor, round(self.first.effective - self.steps * STEP, 4))
+        return max(self.floor, round(self._start - self.steps * STEP, 4))
 
     @property
     def most_steps(self) -> int:
         """After so many the floor is reached; the last may be a small one."""
-        return math.ceil((self.first.effective - self.floor) / STEP - 1e-9)
+        return math.ceil((self._start - self.floor) / STEP - 1e-9)
+
+    @property
+    def _start(self) -> float:
+        """Where steps are counted from: rounded as they are, and never up, so that none of them comes to nothing."""
+        return min(self.first.effective, round(self.first.effective, 4))
 
     @property
     def can_be_lowered(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reprise_operator.plan import plan
@@ -240,6 +240,7 @@ _memory = st.fixed_dictionaries(
 _ends = st.lists(st.builds(end, st.integers(0, 59), pod=st.sampled_from(["a", "b", "c"])), max_size=5)
 
 
+@example(memory={"utilization": 0.861328125}, length=None, revisions=[[end(number)] for number in range(6)])
 @given(memory=_memory, length=st.none() | st.integers(1, 200_000), revisions=st.lists(_ends, max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_invariants_of_every_way_down(
