@@ -257,7 +257,11 @@ def test_a_server_of_its_own_with_the_cache_on_and_off(tmp_path: Path, capsys: p
         ([], 2, "there is nothing to measure"),
         (["--base-url", "http://h", "--compare", "off"], 2, "--compare off starts its servers itself"),
         (["--base-url", "http://h", "--", "--block-size", "8"], 2, "'--block-size' is a flag of a server to start"),
-        (["--model", "m", "--", "--api_key=s3cret"], 2, "--api-key would be shown and recorded; set REPRISE_API_KEY"),
+        (
+            ["--model", "m", "--", "--api_key=s3cret"],
+            2,
+            "--api-key puts a key where every listing of processes shows it; set REPRISE_API_KEY",
+        ),
         (["--model", "m", "--", "--port", "1"], 2, "--host and --port are chosen by the measurement"),
         (["--model", "m", "--compare", "off", "--", "--no-enable-prefix-caching"], 2, "sets the cache itself"),
         (["--model", "m", "--", "--gpu-memory-utilization", "7"], 2, "--gpu-memory-utilization is 7.0"),

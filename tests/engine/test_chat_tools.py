@@ -58,13 +58,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def sdk(server: RunningServer) -> Iterator[openai.OpenAI]:
-    server.client.post("/reset_prefix_cache").raise_for_status()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def chat(client: httpx.Client, line: int, **body: Any) -> Any:
     response = client.post(CHAT, json={"messages": HI, "seed": line} | body)
     assert response.status_code == 200, response.text

@@ -48,18 +48,6 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> httpx.Client:
-    server.client.post("/reset_prefix_cache").raise_for_status()
-    return server.client
-
-
-@pytest.fixture
-def sdk(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def complete(client: httpx.Client, prompt: Any, **body: Any) -> Any:
     response = client.post(COMPLETIONS, json={"prompt": prompt, "temperature": 0} | body)
     assert response.status_code == 200, response.text

@@ -40,18 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> httpx.Client:
-    server.client.post("/reset_prefix_cache").raise_for_status()
-    return server.client
-
-
-@pytest.fixture
-def sdk(client: httpx.Client) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def respond(client: httpx.Client, line: int, **body: Any) -> Any:
     response = client.post(PATH, json={"input": QUESTION, "seed": line} | body)
     assert response.status_code == 200, response.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,18 +13,6 @@ import openai
 import pytest
 
 from tests.support.engine_server import RunningServer, fake_options, running_server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(fake_options(tmp_path_factory.mktemp("model"))) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> httpx.Client:
-    server.client.post("/reset_prefix_cache").raise_for_status()
-    return server.client
 
 
 def post(client: httpx.Client, path: str, **body: Any) -> Any:

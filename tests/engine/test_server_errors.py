@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,17 +13,6 @@ from tests.support.engine_server import RunningServer, fake_options, running_ser
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(fake_options(tmp_path_factory.mktemp("model"))) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> httpx.Client:
-    return server.client
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:

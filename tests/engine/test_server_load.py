@@ -22,8 +22,8 @@ from tests.support.loop_probe import probing
 
 STREAMS = 500
 TOKENS = 20
-BUSY_SECONDS = 1.0
-"""Of the loop's thread between two ticks: 500 streams get their token in one go, 0.1 to 0.4 s where this was seen."""
+LARGEST_SHARE = 0.25
+"""Between two ticks, of all that the loop's thread computes: 500 streams get one of their 20 tokens in one go."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_five_hundred_streams_are_open_at_once_and_each_is_whole(tmp_path: Path)
             answers = asyncio.run(read_streams(server))
         assert server.client.get("/load").json() == {"server_load": 0}
         assert probe.ticks > 10
-        assert probe.busy < BUSY_SECONDS
+        assert probe.busy < LARGEST_SHARE * probe.used
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     for number, (text, reason) in enumerate(answers):
         start = number % 4 + 1
@@ -123,7 +123,7 @@ def test_long_texts_do_not_block_the_event_loop(
         assert field == "bad_words" or int(told[1]) >= len(token_ids)
         assert probe.ticks > 10
         assert probe.busy < cost / 4
-        assert probe.blocked < 0.8 * cost
+        assert probe.blocked < cost / 2
 
 
 def test_long_lists_of_tokens_do_not_block_the_event_loop(tmp_path: Path) -> None:
@@ -135,4 +135,4 @@ def test_long_lists_of_tokens_do_not_block_the_event_loop(tmp_path: Path) -> Non
         with probing(server.loop) as probe:
             answer = server.client.post("/detokenize", json={"tokens": token_ids})
         assert len(answer.json()["prompt"]) == len(token_ids)
-        assert probe.busy < max(cost, BUSY_SECONDS)
+        assert probe.busy < cost

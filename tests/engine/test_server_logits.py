@@ -5,7 +5,6 @@ to the logits of a model is tested in test_openai_logits.py."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,23 +12,10 @@ import pytest
 
 from tests.engine.test_server import chat, complete, events
 from tests.engine.test_server_errors import error_of
-from tests.support.engine_server import RunningServer, fake_options, running_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(fake_options(tmp_path_factory.mktemp("model"))) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> httpx.Client:
-    server.client.post("/reset_prefix_cache").raise_for_status()
-    return server.client
 
 
 # --- log-probabilities of the prompt

@@ -17,16 +17,14 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from reprise_engine import __version__
 from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.errors import ModelNotFound, UnsupportedModel
-from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.loop import EngineCore
 from reprise_engine.messages import LoadProgress
 from reprise_engine.out_of_memory import Phase, naming_phase
 from reprise_engine.request import RequestId, TokenId, TokenLogprobs
-from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import Step, StepResult
+from tests.support.modelless_core import modelless_core
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -121,34 +119,15 @@ def build(
     traps: bool = True,
 ) -> tuple[EngineCore, ResolvedConfig]:
     progress(LoadProgress("Counting", 0.5))
-    pin_budget = pin_budget_blocks(
-        config.cache.prefix_cache_pin_budget, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
-    )
-    scheduler = Scheduler(
-        config.scheduler,
+    return modelless_core(
+        config,
+        CountingRunner(seconds, traps=traps),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
         max_model_len=MAX_MODEL_LEN,
-        pin_budget=pin_budget,
-    )
-    resolved = ResolvedConfig(
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks=num_blocks,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.batched_tokens(max_model_len=MAX_MODEL_LEN),
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        device="cpu",
-        dtype="float32",
-        prefix_cache_pin_blocks=pin_budget,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS_ID,),
-        version=__version__,
     )
-    return EngineCore(scheduler, CountingRunner(seconds, traps=traps)), resolved
 
 
 def build_slow(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:

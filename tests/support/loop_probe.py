@@ -14,10 +14,12 @@ class LoopProbe:
     """The longest time between two ticks of the loop, in seconds.
 
     `busy` counts only what the loop's own thread computed: other processes do not matter to it. `blocked` is on the
-    clock: it also counts what another thread did while it held the interpreter's lock.
+    clock: it also counts what another thread did while it held the interpreter's lock. `used` is all that the loop's
+    thread computed, the sum of which `busy` is the greatest part.
     """
 
     busy: float = 0.0
+    used: float = 0.0
     blocked: float = 0.0
     ticks: int = 0
     stopping: bool = False
@@ -29,6 +31,7 @@ class LoopProbe:
             now, used = time.perf_counter(), time.thread_time()
             self.blocked = max(self.blocked, now - clock)
             self.busy = max(self.busy, used - thread)
+            self.used += used - thread
             self.ticks += 1
             clock, thread = now, used
 

@@ -13,14 +13,13 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from reprise_engine import __version__
 from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig
 from reprise_engine.loop import EngineCore
 from reprise_engine.request import RequestId, TokenId, TokenLogprobs
-from reprise_engine.scheduler import Scheduler
 from reprise_engine.server.options import ServerOptions
 from reprise_engine.step import Step, StepResult
 from tests.support.fake_engine import Progress
+from tests.support.modelless_core import modelless_core
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 256
@@ -101,28 +100,12 @@ def build(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, Reso
         [*tokenizer.encode(line, add_special_tokens=False).ids, eos]
         for line in json.loads((folder / "script.json").read_text())
     ]
-    scheduler = Scheduler(
-        config.scheduler,
+    return modelless_core(
+        config,
+        ScriptedRunner(lines, breaks=breaks),
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
         max_model_len=MAX_MODEL_LEN,
-        pin_budget=0,
-    )
-    resolved = ResolvedConfig(
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks=NUM_BLOCKS,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.batched_tokens(max_model_len=MAX_MODEL_LEN),
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        device="cpu",
-        dtype="float32",
-        prefix_cache_pin_blocks=0,
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
         eos_token_ids=(eos,),
-        version=__version__,
     )
-    return EngineCore(scheduler, ScriptedRunner(lines, breaks=breaks)), resolved

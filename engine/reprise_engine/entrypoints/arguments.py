@@ -180,7 +180,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     cache.add_argument(
         "--prefix-cache-isolation-secret",
         metavar="SECRET",
-        help=f"of per-key, where replicas must agree (drawn at start); better in the environment: {ISOLATION_VARIABLE}",
+        help=f"refused: listings of processes show arguments; where replicas must agree, set {ISOLATION_VARIABLE}",
     )
     cache.add_argument(
         "--kv-events-config",
@@ -350,13 +350,15 @@ def _scheduler(parsed: argparse.Namespace) -> SchedulerConfig:
 
 
 def _isolation_secret(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    secret: str | None = parsed.prefix_cache_isolation_secret
-    source = "--prefix-cache-isolation-secret"
-    if secret is None:
-        secret, source = environment.get(ISOLATION_VARIABLE), ISOLATION_VARIABLE
+    if parsed.prefix_cache_isolation_secret is not None:
+        raise ConfigError(
+            "--prefix-cache-isolation-secret puts the secret where every listing of processes shows it; set "
+            f"{ISOLATION_VARIABLE}."
+        )
+    secret = environment.get(ISOLATION_VARIABLE)
     if secret is not None and len(secret.strip()) < MIN_SECRET_LENGTH:
         raise ConfigError(
-            f"{source} has {len(secret.strip())} characters; it needs at least {MIN_SECRET_LENGTH}, or who knows one "
-            "key's salt could find the secret by trying. Or leave it out: one is drawn at each start."
+            f"{ISOLATION_VARIABLE} has {len(secret.strip())} characters; it needs at least {MIN_SECRET_LENGTH}, or who "
+            "knows one key's salt could find the secret by trying. Or leave it out: one is drawn at each start."
         )
     return secret

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from reprise_engine.entrypoints.bench_arguments import DEFAULT_CONCURRENCY, OWN_READY_SECONDS
+from reprise_engine.entrypoints.http_arguments import API_KEY_VARIABLES
 from reprise_engine.errors import ConfigError, RepriseError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ _T = TypeVar("_T")
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
 _URL_KEYS = ("OPENAI_API_KEY", "REPRISE_API_KEY")
-_OWN_KEYS = ("REPRISE_API_KEY", "VLLM_API_KEY")
 _CACHE_FLAGS = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
 _ADDRESS_FLAGS = {"--host", "--port"}
 
@@ -133,7 +133,7 @@ def make_plan(parsed: argparse.Namespace, environment: Mapping[str, str]) -> Pla
     concurrency = parsed.concurrency
     if concurrency is None and math.isinf(parsed.rate):
         concurrency = DEFAULT_CONCURRENCY
-    keys = (environment.get(variable) for variable in (_OWN_KEYS if starts else _URL_KEYS))
+    keys = (environment.get(variable) for variable in (API_KEY_VARIABLES if starts else _URL_KEYS))
     return Plan(
         workload=workload,
         load=Load(
@@ -191,16 +191,9 @@ def _check_server(parsed: argparse.Namespace) -> None:
 
 def _check_engine_flags(model: str, flags: Sequence[str]) -> None:
     """With the parser of `reprise serve`: a wrong one exits with 2 here, not in a child's log."""
-    from reprise_engine.entrypoints.arguments import ISOLATION_VARIABLE, build_parser, server_options
+    from reprise_engine.entrypoints.arguments import build_parser, server_options
 
-    parsed = build_parser().parse_args(["serve", model, *flags])
-    for flag, value, variable in (
-        ("--api-key", parsed.api_key, _OWN_KEYS[0]),
-        ("--prefix-cache-isolation-secret", parsed.prefix_cache_isolation_secret, ISOLATION_VARIABLE),
-    ):
-        if value is not None:
-            raise ConfigError(f"{flag} would be shown and recorded; set {variable} in the environment.")
-    server_options(parsed)
+    server_options(build_parser().parse_args(["serve", model, *flags]))
 
 
 async def measure(plan: Plan) -> list[tuple[Result, Summary]]:

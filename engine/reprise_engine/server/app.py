@@ -23,6 +23,8 @@ def create_app(state: ServerState, *, api_keys: Sequence[str] = (), tracer: Trac
     app = FastAPI(
         title="Reprise",
         version=state.version,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        redoc_url=None,
         middleware=_middleware(state, api_keys, tracer),
     )
     app.state.server = state
