@@ -38,3 +38,9 @@ def kubectl(crd_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 async def bench(kubectl: Kubectl) -> AsyncIterator[Bench]:
     async with open_bench(kubectl) as opened:
         yield opened
+
+
+@pytest.fixture
+def controller_manager(crd_server: ApiServer) -> None:
+    if not crd_server.has_controller_manager:
+        pytest.skip("beside the emulated API server nobody runs HorizontalPodAutoscalers or evicts pods")

@@ -57,12 +57,6 @@ def _is_served(kubectl: Kubectl) -> bool:
     return True
 
 
-@pytest.fixture
-def controller_manager(crd_server: ApiServer) -> None:
-    if not crd_server.has_controller_manager:
-        pytest.skip("beside the emulated API server nobody runs HorizontalPodAutoscalers or evicts pods")
-
-
 class Watch:
     """The numbers of pods in the workload's spec, as a watch saw them."""
 
@@ -444,55 +438,3 @@ async def test_our_hpa_scales_and_says_when_it_has_no_metrics(bench: Bench, cont
     bench.apply({**HPA, "memory": {"utilization": 0.7}})
     await bench.settle()
     assert replicas(bench) == 6
-
-
-# Disruption ----------------------------------------------------------------------------------------------------------
-
-
-async def test_the_disruption_budget_comes_changes_is_repaired_and_goes(bench: Bench) -> None:
-    bench.apply({"replicas": 2, "disruption": {"minAvailable": 1}})
-    await bench.settle()
-    assert bench.child("pdb")["spec"]["minAvailable"] == 1
-    bench.apply({"replicas": 2, "disruption": {"maxUnavailable": "50%"}})
-    await bench.settle()
-    spec = bench.child("pdb")["spec"]
-    assert (spec.get("minAvailable"), spec["maxUnavailable"]) == (None, "50%")
-    await bench.reconciler.kinds.poll()
-    bench.kubectl.patch("pdb", NAME, {"spec": {"maxUnavailable": 2}})
-    _, woken = await bench.reconciler.kinds.poll()
-    assert woken == {bench.key}, "an edit is found by polling"
-    await bench.settle()
-    assert bench.child("pdb")["spec"]["maxUnavailable"] == "50%"
-    bench.kubectl.delete("pdb", NAME)
-    await bench.settle()
-    assert bench.child("pdb")["spec"]["maxUnavailable"] == "50%"
-    bench.apply({"replicas": 2})
-    await bench.settle()
-    assert bench.kubectl.get("pdb", NAME) is None
-
-
-async def test_a_service_without_these_asks_for_nothing_more(bench: Bench) -> None:
-    bench.apply({"disruption": {"minAvailable": 1}})
-    await bench.settle()
-    bench.apply()
-    await bench.settle()
-    await bench.reconciler.kinds.poll()
-    await bench.settle()
-    bench.requests.clear()
-    await bench.reconcile()
-    assert {plural for _, plural in bench.requests} == {
-        *("inferenceservices", "deployments", "statefulsets", "services", "configmaps", "pods", "replicasets")
-    }
-
-
-async def test_an_eviction_waits_for_the_budget(bench: Bench, controller_manager: None) -> None:
-    bench.apply({"disruption": {"minAvailable": 1}})
-    await bench.make_ready()
-    eventually(
-        lambda: bench.child("pdb").get("status", {}).get("currentHealthy") == 1, "the budget has counted", within=30
-    )
-    (pod,) = bench.pods()
-    where = f"/api/v1/namespaces/{bench.kubectl.namespace}/pods/{pod['metadata']['name']}/eviction"
-    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod["metadata"]["name"]}}
-    with pytest.raises(KubectlFailed, match="disruption budget"):
-        bench.kubectl("create", "--raw", where, "-f", "-", stdin=json.dumps(eviction))
