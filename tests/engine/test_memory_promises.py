@@ -127,6 +127,7 @@ def test_what_is_no_promise_is_ignored(tmp_path: Path) -> None:
     assert outstanding(tmp_path / "p") == 0
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(cgroup_memory_limit() is not None, reason="under a cgroup's limit nothing is shared out")
 def test_two_engines_that_start_at_once_share_the_memory_out(start: Start) -> None:
     model = str(tiny_model_path("qwen3"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import subprocess
@@ -15,9 +16,12 @@ from typing import Any, TypeVar
 
 import yaml
 
+from tests.support import plain_requests
 from tests.support.node_client import Manifest
+from tests.support.plain_requests import NotAnswered
 
 T = TypeVar("T")
+STATUS = "--subresource=status"
 
 
 class KubectlFailed(Exception):
@@ -30,7 +34,11 @@ class KubectlFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kubectl:
-    """Runs kubectl against one kubeconfig, in one namespace by default."""
+    """Runs kubectl against one kubeconfig, in one namespace by default.
+
+    `get`, `list` and `patch` come to the same in plain requests, which are many times cheaper; where one does not
+    succeed it is kubectl that tells.
+    """
 
     kubeconfig: Path
     namespace: str = "default"
@@ -61,11 +69,15 @@ class Kubectl:
 
     def get(self, kind: str, name: str) -> Manifest | None:
         """The object, or None where there is none."""
+        with contextlib.suppress(NotAnswered):
+            return plain_requests.get(self.kubeconfig, self.namespace, kind, name)
         text = self("get", kind, name, "-o", "json", "--ignore-not-found")
         found: Manifest | None = json.loads(text) if text.strip() else None
         return found
 
     def list(self, kind: str, selector: str = "") -> list[Manifest]:
+        with contextlib.suppress(NotAnswered):
+            return plain_requests.get_all(self.kubeconfig, self.namespace, kind, selector)
         items: list[Manifest] = json.loads(self("get", kind, "-o", "json", f"--selector={selector}"))["items"]
         return items
 
@@ -75,9 +87,13 @@ class Kubectl:
         flags = ("--server-side",) if server_side else ()
         return self("apply", *flags, "-f", "-", stdin=text)
 
-    def patch(self, kind: str, name: str, body: Mapping[str, Any], *flags: str) -> str:
-        """A merge patch."""
-        return self("patch", kind, name, "--type=merge", "-p", json.dumps(body), *flags)
+    def patch(self, kind: str, name: str, body: Mapping[str, Any], *flags: str) -> None:
+        """A merge patch; the flags are kubectl's."""
+        if flags in ((), (STATUS,)):
+            with contextlib.suppress(NotAnswered):
+                plain_requests.merge_patch(self.kubeconfig, self.namespace, kind, name, body, status=STATUS in flags)
+                return
+        self("patch", kind, name, "--type=merge", "-p", json.dumps(body), *flags)
 
     def delete(self, kind: str, name: str, *flags: str) -> str:
         return self("delete", kind, name, "--ignore-not-found", *flags)
@@ -94,7 +110,7 @@ def secret(name: str, **strings: str) -> Manifest:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "type": "Opaque", "data": data}
 
 
-def eventually(look: Callable[[], T | None], what: str, *, within: float = 60.0, every: float = 0.25) -> T:
+def eventually(look: Callable[[], T | None], what: str, *, within: float = 60.0, every: float = 0.1) -> T:
     """Calls `look` until it returns something true; raises AssertionError with `what` when the time is over."""
     deadline = time.monotonic() + within
     while True:
