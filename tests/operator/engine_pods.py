@@ -65,8 +65,7 @@ def loopback_engine(ip: str) -> Iterator[LoopbackEngine]:
 
 
 def make_pods_ready(kubectl: Kubectl, *, name: str, ip: str) -> None:
-    """Waits for the pods of service `name`, says that they are ready at `ip`, and waits for their Deployment."""
-    pods = eventually(lambda: kubectl.list("pods", f"serving.reprise.io/name={name}"), "there are pods", within=30)
+    """Says of each pod of service `name` that it is ready at `ip`, until their Deployment has as many as it asks for."""
     stamp = "2026-01-01T00:00:00Z"
     status = {
         "phase": "Running",
@@ -76,11 +75,12 @@ def make_pods_ready(kubectl: Kubectl, *, name: str, ip: str) -> None:
             {"type": kind, "status": "True", "lastTransitionTime": stamp} for kind in ("Ready", "PodScheduled")
         ],
     }
-    for pod in pods:
-        kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
 
-    def available() -> int:
-        found = kubectl.get("deployment", name) or {}
-        return int((found.get("status") or {}).get("availableReplicas", 0))
+    def available() -> bool:
+        for pod in kubectl.list("pods", f"serving.reprise.io/name={name}"):
+            kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
+        found = kubectl.get("deployment", name)
+        told = {} if found is None else found.get("status") or {}
+        return found is not None and told.get("availableReplicas", 0) == found["spec"]["replicas"]
 
-    eventually(lambda: available() == len(pods), "the Deployment is available", within=30)
+    eventually(available, "the Deployment is available", within=60)

@@ -26,7 +26,7 @@ from reprise_operator.scraper import Scraper
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
-from tests.support.kubectl import Kubectl, eventually
+from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 
 WRITES = frozenset({"create", "patch", "delete", "update"})
 NAME = "qwen"
@@ -169,22 +169,35 @@ class Bench:
 
     def kubelet_says(self, **status: Any) -> None:
         """Writes the status of every pod, the oldest first: a rollout ends it as soon as its successor is ready."""
-        for pod in sorted(eventually(self.pods, "there are pods"), key=_age):
-            self.kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
+        for pod in sorted(eventually(self._all_pods, "there are pods, as many as asked for"), key=_age):
+            self.say(pod["metadata"]["name"], status)
+
+    def say(self, pod: str, status: dict[str, Any]) -> None:
+        """The status of a pod that was there a moment ago; of one that its controller has replaced nobody tells."""
+        try:
+            self.kubectl.patch("pod", pod, {"status": status}, "--subresource=status")
+        except KubectlFailed as failed:
+            if "(NotFound)" not in failed.stderr:
+                raise
+
+    def _all_pods(self) -> list[dict[str, Any]] | None:
+        """A ReplicaSet makes its pods one after the other."""
+        deployment, found = self.kubectl.get("deployment", NAME), self.pods()
+        return found if deployment is None or len(found) >= deployment["spec"]["replicas"] else None
 
     async def make_ready(self) -> None:
         await self.settle()
-        self.kubelet_says(
-            phase="Running",
-            podIP="127.0.0.1",
-            podIPs=[{"ip": "127.0.0.1"}],
-            conditions=[
-                {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
-                {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
-            ],
-        )
 
         def available() -> bool:
+            self.kubelet_says(  # also of a pod that has come meanwhile
+                phase="Running",
+                podIP="127.0.0.1",
+                podIPs=[{"ip": "127.0.0.1"}],
+                conditions=[
+                    {"type": kind, "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+                    for kind in ("Ready", "PodScheduled")
+                ],
+            )
             deployment = self.child("deployment")
             return bool(deployment["status"].get("availableReplicas", 0) == deployment["spec"]["replicas"])
 

@@ -136,7 +136,7 @@ def test_a_refusal_is_tried_again_and_not_at_once(
     pauses = [later - earlier for earlier, later in zip(rule.seen[:3], rule.seen[1:4], strict=True)]
     assert sum(pauses) >= 3 * BACKOFF.base * (1 - BACKOFF.jitter)
     scene.rest()
-    assert scene.operator.get("probes", "/healthz")[0] == 200
+    assert scene.operator.get("probes", "/healthz") == (200, "ok")
     assert scene.operator.metric('reprise_operator_reconcile_total{outcome="error"}') == 0.0
 
 
@@ -270,7 +270,7 @@ def test_a_watch_that_falls_silent_is_opened_anew_and_nothing_is_lost(scene: Sce
     eventually(lambda: scene.runs_with(1117), "the change is seen", within=15)
     opened = {request for request in scene.wire.requests() if request.is_watch} - open_now
     assert any("/inferenceservices" in request.path for request in opened), "by a stream that was opened since"
-    assert scene.operator.get("probes", "/healthz")[0] == 200
+    assert scene.operator.get("probes", "/healthz") == (200, "ok")
 
 
 @pytest.mark.parametrize("plural", ["inferenceservices", "deployments", "pods"])

@@ -62,7 +62,8 @@ def break_new_pods(bench: Bench, words: str) -> list[str]:
 
     names: list[str] = eventually(fresh, "there is a new pod")
     for name in names:
-        set_status(bench, name, phase="Running", containerStatuses=[ended(words, code=1, waiting="CrashLoopBackOff")])
+        crashed = ended(words, code=1, waiting="CrashLoopBackOff")
+        bench.say(name, {"phase": "Running", "containerStatuses": [crashed]})
     return names
 
 

@@ -62,7 +62,7 @@ def say(bench: Bench, pod: dict[str, Any], *, ready: bool, **more: Any) -> None:
             {"type": "PodScheduled", "status": "True", **since},
         ],
     }
-    bench.kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
+    bench.say(pod["metadata"]["name"], status)
 
 
 def crash(bench: Bench, pod: dict[str, Any]) -> None:
