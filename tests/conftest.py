@@ -1,4 +1,4 @@
-"""What all tests share: one API server a session (a worker's, under `-n`), started by the first test that asks for it."""
+"""What all tests share: one API server a session, and under `-n` a worker, started by the first that asks for it."""
 
 from __future__ import annotations
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from reprise_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
 from tests.support.apiserver import ApiServer
 from tests.support.cluster import install_crd
 from tests.support.kubectl import Kubectl, KubectlFailed, namespace
 from tests.support.life_story import qualified
 from tests.support.plain_requests import NotAnswered, get, get_all, merge_patch
-
-from reprise_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
 
 SERVICE = {
     "apiVersion": "serving.reprise.io/v1alpha1",
@@ -74,7 +73,7 @@ def test_a_patch(kubectl: Kubectl) -> None:
 def test_what_does_not_succeed_is_told_in_kubectl_s_words(kubectl: Kubectl) -> None:
     with pytest.raises(NotAnswered):
         get_all(kubectl.kubeconfig, kubectl.namespace, "unheard", "")
-    with pytest.raises(KubectlFailed, match="the server doesn't have a resource type \"unheard\""):
+    with pytest.raises(KubectlFailed, match='the server doesn\'t have a resource type "unheard"'):
         kubectl.list("unheard")
     with pytest.raises(KubectlFailed, match=r'The InferenceService "qwen" is invalid|is invalid: spec.replicas'):
         kubectl.patch("risvc", "qwen", {"spec": {"replicas": -1}})

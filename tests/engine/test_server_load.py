@@ -20,6 +20,8 @@ from tests.support.engine_server import RunningServer, fake_options, running_ser
 from tests.support.fake_engine import write_model
 from tests.support.loop_probe import probing
 
+pytestmark = pytest.mark.alone
+
 STREAMS = 500
 TOKENS = 20
 LARGEST_SHARE = 0.25

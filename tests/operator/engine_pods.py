@@ -65,7 +65,7 @@ def loopback_engine(ip: str) -> Iterator[LoopbackEngine]:
 
 
 def make_pods_ready(kubectl: Kubectl, *, name: str, ip: str) -> None:
-    """Says of each pod of service `name` that it is ready at `ip`, until their Deployment has as many as it asks for."""
+    """Says of each pod of service `name` that it is ready at `ip`, until the Deployment has all it asks for."""
     stamp = "2026-01-01T00:00:00Z"
     status = {
         "phase": "Running",

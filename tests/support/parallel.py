@@ -6,9 +6,9 @@ cores and the two halves are dealt out by turns. Each worker has an API server o
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import psutil
 import pytest
@@ -21,6 +21,16 @@ MOST_WORKERS = 12
 WAITING_TOO = 2
 """Workers beside one a core."""
 
+
+class Named(Protocol):
+    """Of a pytest.Item what matters here."""
+
+    @property
+    def nodeid(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
+
 _SHARING = ("tests/operator/test_crd.py", "tests/operator/test_gitops.py")
 """Files of tests/operator whose tests share a fixture that is dear."""
 
@@ -31,7 +41,7 @@ def workers() -> int:
 
 
 def scope_of(nodeid: str) -> str:
-    """What one worker runs in a row: a file, or a single test where those of a file share nothing but the API server."""
+    """What one worker runs in a row: a file, or one test where those of a file share only the API server."""
     file = nodeid.partition("::")[0]
     return nodeid if file.startswith("tests/operator/") and file not in _SHARING else file
 
@@ -47,9 +57,9 @@ class Scheduling(LoadScopeScheduling):
         return scope_of(nodeid)
 
 
-def by_turns(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """What waits long first, then scopes that wait and scopes that compute by turns: whoever is late waits for little."""
-    scopes: dict[str, list[pytest.Item]] = {}
+def by_turns(items: Iterable[T]) -> list[T]:
+    """The longest (e2e) first, then what waits and what computes by turns."""
+    scopes: dict[str, list[T]] = {}
     for item in items:
         scopes.setdefault(scope_of(item.nodeid), []).append(item)
     first = [scope for scope in scopes if scope.startswith("tests/e2e/")]
