@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from reprise_operator.scraper import Scraper
 from reprise_operator.settings import Settings
 from reprise_operator.watch import WatchHealth
 from reprise_operator.workqueue import Retry
+from tests.operator.workload_controllers import caught_up
 from tests.support.kubectl import Kubectl, KubectlFailed, eventually
 
 WRITES = frozenset({"create", "patch", "delete", "update"})
@@ -123,12 +125,14 @@ class Bench:
         return written
 
     async def settle(self) -> None:
-        """Passes until one writes nothing."""
-        for _ in range(40):
-            if not await self.writes():
+        """Passes until one writes nothing though the controllers, whose answers cause writes, are done."""
+        ends = time.monotonic() + 20
+        while time.monotonic() < ends:
+            done = caught_up(self.kubectl)
+            if not await self.writes() and done:
                 return
-            await asyncio.sleep(0.25)
-        raise AssertionError(f"still writing: {await self.writes()}")
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"the controllers are {'' if done else 'not '}done; written: {await self.writes()}")
 
     async def settle_but_for_refusals(self) -> None:
         """Passes until one writes nothing but the apply that the API server refuses."""
