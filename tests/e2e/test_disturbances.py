@@ -1,4 +1,4 @@
-"""What happens to pods: deleted by hand, drained, killed for their memory, their node started anew, the operator changed.
+"""What disturbs pods: deletion by hand, a drain, too little memory, a node that starts anew, another operator.
 
 Whoever can serve goes on, and all is as before at the end.
 """
