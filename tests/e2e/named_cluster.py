@@ -3,6 +3,7 @@
     REPRISE_E2E_MODEL            model URI that the nodes can serve; hostpath:///models/smollm2 unless set
     REPRISE_E2E_ENGINE_IMAGE     repository:tag of the engine; the operator's default unless set
     REPRISE_E2E_OPERATOR_IMAGE   repository:tag of the operator; the chart's default unless set
+    REPRISE_E2E_RESTART_NODE     a program that restarts a node with all its containers; a test is skipped unless set
 
 The release, its namespace and the namespace of the tests are removed at the end; the CRD stays, as helm leaves it.
 """
@@ -13,7 +14,7 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import helm_python
@@ -47,8 +48,14 @@ def named_site() -> Iterator[Site]:
     with helm_python.Config(kubeconfig_path=path, namespace=SYSTEM) as helm:
         chart = str(PROJECT / "charts" / "reprise-operator")
         helm.install(chart, RELEASE, values(), namespace=SYSTEM, wait="legacy", timeout=180)
+
+        def upgrade() -> None:
+            changed = values()
+            changed["extraArgs"].append("--resync-seconds=601")
+            helm.upgrade(chart, RELEASE, changed, namespace=SYSTEM, wait="legacy", timeout=180)
+
         try:
-            yield _site(kubectl, system)
+            yield _site(kubectl, system, upgrade_chart=upgrade)
         finally:
             # First what the operator serves, then the operator; deletion needs it no more than this.
             kubectl("delete", "namespace", NAMESPACE, "--timeout=240s", timeout=300)
@@ -65,7 +72,18 @@ def values() -> Manifest:
     return chosen
 
 
-def _site(kubectl: Kubectl, system: Kubectl) -> Site:
+def restarter() -> Callable[[], None] | None:
+    program = os.environ.get("REPRISE_E2E_RESTART_NODE")
+    if program is None:
+        return None
+
+    def restart() -> None:
+        subprocess.run([program], check=True, timeout=180)
+
+    return restart
+
+
+def _site(kubectl: Kubectl, system: Kubectl, *, upgrade_chart: Callable[[], None]) -> Site:
     def scale(replicas: int) -> None:
         system("scale", "deployment", "-l", OPERATOR, f"--replicas={replicas}")
 
@@ -89,6 +107,8 @@ def _site(kubectl: Kubectl, system: Kubectl) -> Site:
         reach=reach,
         start_operator=lambda: scale(1),
         stop_operator=lambda: scale(0),
+        upgrade_chart=upgrade_chart,
+        restart_node=restarter(),
     )
 
 

@@ -39,6 +39,10 @@ class Site:
     stop_operator: Callable[[], None]
     requests: RequestRecorder | None = None
     """What the operator sends to the API server, where that can be seen."""
+    upgrade_chart: Callable[[], None] | None = None
+    """Another release of the operator's chart, where it was installed by one."""
+    restart_node: Callable[[], None] | None = None
+    """All containers end, kubelet and runtime start again, where that can be done."""
 
     def manifest(self, name: str, spec: Mapping[str, Any] | None = None) -> Manifest:
         """An InferenceService of the small model on a CPU; `spec` is merged over it, a level at a time."""
