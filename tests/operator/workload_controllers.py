@@ -13,16 +13,12 @@ Body = dict[str, Any]
 def caught_up(kubectl: Kubectl) -> bool:
     """Every Deployment, ReplicaSet and StatefulSet of the namespace tells of its last generation and of its pods."""
     deployments, sets, stateful = (kubectl.list(kind) for kind in ("deployments", "replicasets", "statefulsets"))
-    if not all(_seen(each) for each in (*deployments, *sets, *stateful)):
+    if not all(map(_seen, (*deployments, *sets, *stateful))):
         return False
-    pods = kubectl.list("pods")
+    pods = [pod for pod in kubectl.list("pods") if _is_alive(pod)]
     return all(
-        _told(each) == (len(alive), sum(map(is_ready, alive)))
-        for each in (*sets, *stateful)
-        for alive in [[pod for pod in _of(each, pods) if _is_alive(pod)]]
-    ) and all(
-        _told(each) == tuple(map(sum, zip((0, 0), *map(_told, _of(each, sets)), strict=True))) for each in deployments
-    )
+        _told(each) == _sum((1, is_ready(pod)) for pod in _of(each, pods)) for each in (*sets, *stateful)
+    ) and all(_told(each) == _sum(map(_told, _of(each, sets))) for each in deployments)
 
 
 def is_ready(pod: Body) -> bool:
@@ -38,6 +34,13 @@ def _told(workload: Body) -> tuple[int, int]:
     """How many pods it has, and how many of them are ready."""
     status = workload.get("status") or {}
     return status.get("replicas", 0), status.get("readyReplicas", 0)
+
+
+def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    replicas, ready = 0, 0
+    for one, other in pairs:
+        replicas, ready = replicas + one, ready + other
+    return replicas, ready
 
 
 def _of(owner: Body, bodies: Iterable[Body]) -> list[Body]:
