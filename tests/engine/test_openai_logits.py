@@ -202,6 +202,19 @@ def test_a_chats_prompt_logprobs(client: httpx.Client) -> None:
 # --- biases
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 2}], ids=str
+)
+def test_penalties_keep_the_model_from_repeating_itself(client: httpx.Client, penalty: dict[str, int]) -> None:
+    def most_often(**body: Any) -> int:
+        answer = complete(client, "one two one two one two one", max_tokens=16, return_token_ids=True, **body)
+        token_ids = answer["choices"][0]["token_ids"]
+        return max(map(token_ids.count, token_ids))
+
+    assert most_often() >= 7
+    assert most_often(**penalty) <= 4
+
+
 def test_biases_and_bans_choose_other_words(client: httpx.Client, sdk: openai.OpenAI) -> None:
     tokenizer = load_tokenizer(smollm2_path())
     [rome] = tokenizer.encode(" Rome", add_special_tokens=False)

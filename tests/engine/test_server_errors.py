@@ -150,8 +150,8 @@ def test_a_pool_smaller_than_the_context_is_the_limit(tmp_path_factory: pytest.T
         (b"[1]", "application/json", "must be a JSON object"),
         (b"", "application/json", "JSON body is required"),
         (b'{"prompt": "a"}', "text/plain", "application/json"),
-        (b'{"prompt": "a", "temperature": NaN}', "application/json", "finite number"),
-        (b'{"prompt": "\\ud800"}', "application/json", "not valid Unicode"),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "application/json", "not valid JSON"),
         (b"\xff\xfe", "application/json", "not valid"),
     ],
 )

@@ -39,8 +39,8 @@ class _Whole:
     reasoning: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, part: Part) -> None:
         match part:

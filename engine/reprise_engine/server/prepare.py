@@ -56,17 +56,18 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     bad_words: Sequence[tuple[TokenId, ...]],
-    structured: StructuredOutput | None = None,
+    structured: StructuredOutput | None,
 ) -> SamplingParams:
-    """The request's own values over the server's defaults; `structured` over its own. Raises RequestError.
+    """The request's own values over the server's defaults. Raises RequestError.
 
-    `bad_words` are the body's, as tokens.
+    `bad_words` are the body's, as tokens; `structured` is the form of the answer, which may be more than the body's.
     """
     defaults = model.defaults
 
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(model, stop_token_ids, param="stop_token_ids")
-    allowed_token_ids = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+    # Each once: so there are no more of them than the vocabulary has.
+    allowed_token_ids = None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids))
     check_token_ids(model, allowed_token_ids or (), param="allowed_token_ids")
     check_token_ids(model, tuple(body.logit_bias or ()), param="logit_bias")
     check_token_ids(model, [token for word in bad_words for token in word], param="bad_words")
@@ -92,7 +93,7 @@ def sampling_params(
         allowed_token_ids=allowed_token_ids,
         bad_words=tuple(body.bad_words or ()),
         bad_words_token_ids=tuple(bad_words),
-        structured=body.structured if structured is None else structured,
+        structured=structured,
     )
 
 
@@ -165,11 +166,11 @@ async def generations(
     default_max_tokens: int | None,
     logprobs: int | None,
     arrival_time: float,
-    structured: StructuredOutput | None = None,
+    structured: StructuredOutput | None,
 ) -> Generations:
     """n sequences a prompt, indexed prompt by prompt. Raises RequestError before any of them reaches the engine.
 
-    `structured` takes the place of the form that the body asks for. max_tokens 0 keeps back what is generated.
+    `structured` is the form of every answer. max_tokens 0 keeps back what is generated.
     """
     made: list[Generation] = []
     cache_salt = state.isolation.salt(request_api_key(http), body.cache_salt)

@@ -108,9 +108,13 @@ def _only(forms: list[StructuredOutput]) -> StructuredOutput | None:
 def _of_response_format(format_: ResponseFormat | None) -> list[StructuredOutput]:
     if format_ is None or format_.type == "text":
         return []
-    if format_.json_schema is None:
-        return [StructuredOutput(kind="json_object", param="response_format")]
-    return [_of_schema("response_format", format_.json_schema.schema_)]
+    schema = None if format_.json_schema is None else format_.json_schema.schema_
+    return [json_form("response_format", schema)]
+
+
+def json_form(param: str, schema: Mapping[str, Any] | None) -> StructuredOutput:
+    """JSON by the schema in the field `param`; any object where there is none."""
+    return StructuredOutput(kind="json_object", param=param) if schema is None else _of_schema(param, schema)
 
 
 def _of_structured_outputs(asked: StructuredOutputsFields | None) -> list[StructuredOutput]:
@@ -143,7 +147,10 @@ def _with_whitespace(schema: Mapping[str, Any], asked: StructuredOutputsFields) 
 
 
 def _of_schema(
-    param: str, schema: Schema, *, change: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda schema: schema
+    param: str,
+    schema: Mapping[str, Any] | str,
+    *,
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda schema: schema,
 ) -> StructuredOutput:
     if isinstance(schema, str):
         try:

@@ -14,7 +14,7 @@ from reprise_engine.server.generation import Generation, Generations, Usage
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.parsed_answer import ParsedChoices
 from reprise_engine.server.protocol_responses import ResponsesBody
-from reprise_engine.server.protocol_tools import NamedTool
+from reprise_engine.server.protocol_tools import AllowedTools, NamedTool
 from reprise_engine.server.respond import Deltas
 from reprise_engine.server.responses_output import Event, OutputItems
 from reprise_engine.server.state import Loaded
@@ -145,6 +145,11 @@ class ResponsesAnswer:
 
 
 def _tool_choice(body: ResponsesBody) -> str | Event:
-    if isinstance(body.tool_choice, NamedTool):
-        return {"type": "function", "name": body.tool_choice.name}
-    return body.tool_choice or "auto"
+    match body.tool_choice:
+        case NamedTool(name):
+            return {"type": "function", "name": name}
+        case AllowedTools(names, required):
+            mode = "required" if required else "auto"
+            return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": n} for n in names]}
+        case choice:
+            return choice or "auto"

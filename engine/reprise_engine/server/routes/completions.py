@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from reprise_engine.request import TokenId, TokenLogprobs
 from reprise_engine.server import prepare
 from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.json_route import JsonRoute
 from reprise_engine.server.logprobs import CompletionLogprobs, join_completion_logprobs
 from reprise_engine.server.protocol import CompletionBody
 from reprise_engine.server.respond import Deltas, choice_ids, prompt_logprobs_of, respond, wants_usage
@@ -20,7 +21,7 @@ from reprise_engine.server.state import Loaded, Model, State
 from reprise_engine.server.streaming import event
 from reprise_engine.text import TextDelta
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions."""
@@ -47,6 +48,7 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
         max_tokens=body.max_tokens,
         default_max_tokens=default,
         logprobs=body.logprobs,
+        structured=body.structured,
         arrival_time=arrival_time,
     )
     answer = _CompletionAnswer(

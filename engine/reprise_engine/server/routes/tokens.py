@@ -10,12 +10,13 @@ from fastapi import APIRouter
 
 from reprise_engine.request import TokenId
 from reprise_engine.server.chat_prompt import chat_prompt
+from reprise_engine.server.json_route import JsonRoute
 from reprise_engine.server.prepare import check_token_ids, text_prompt
 from reprise_engine.server.protocol_tokens import DetokenizeBody, TokenizeBody, TokenizeTextBody
 from reprise_engine.server.state import Model, State
 from reprise_engine.text import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/tokenize")
