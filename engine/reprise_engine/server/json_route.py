@@ -23,7 +23,9 @@ class JsonRequest(Request):
         encoding = self.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise HTTPException(
-                415, f"Content-Encoding {encoding} is not supported; send the body as it is.", {"Accept-Encoding": ""}
+                415,
+                f"Content-Encoding {encoding} is not supported; send the body as it is.",
+                {"Accept-Encoding": "identity"},
             )
         body = await self.body()
         try:
