@@ -211,8 +211,7 @@ def test_penalties_keep_the_model_from_repeating_itself(client: httpx.Client, pe
         token_ids = answer["choices"][0]["token_ids"]
         return max(map(token_ids.count, token_ids))
 
-    assert most_often() >= 7
-    assert most_often(**penalty) <= 4
+    assert most_often(**penalty) < most_often()
 
 
 def test_biases_and_bans_choose_other_words(client: httpx.Client, sdk: openai.OpenAI) -> None:

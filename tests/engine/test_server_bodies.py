@@ -27,6 +27,10 @@ SHORT: dict[str, dict[str, Any]] = {
 JSON_TYPE = {"Content-Type": "application/json"}
 
 
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "field",
@@ -98,6 +102,23 @@ def test_null_is_left_out_inside_of_fields_too(client: httpx.Client) -> None:
         (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "has the key '-1'"),
         (CHAT, {"logit_bias": {"260": 1}}, "logit_bias", "token id 260"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "messages", "'x'"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "x": 1}]}]},
+            "input",
+            "'x'",
+        ),
+        (CHAT, {"tools": [tool({"type": "string"})]}, "tools", "'f' are of type 'string'; a function's must be"),
+        (CHAT, {"tools": [tool({"type": ["object", "null"]})]}, "tools", "must be of type 'object'"),
+        (CHAT, {"guided_json": True}, "guided_json", "valid dictionary"),
+        (
+            CHAT,
+            {"guided_json": '{"a":' * 5000 + "1" + "}" * 5000},
+            "guided_json",
+            "valid JSON: it is nested too deeply",
+        ),
+        (CHAT, {"guided_json": '{"const": NaN}'}, "guided_json", "is not valid JSON"),
+        (CHAT, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "should be None"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages, which is a field"),
         (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "tools, which is a field"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read"),

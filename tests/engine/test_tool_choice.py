@@ -155,6 +155,21 @@ def test_a_choice_that_cannot_be_met_is_named(server: RunningServer, choice: Any
     assert words in error["message"]
 
 
+def test_arguments_are_an_object_where_the_schema_does_not_say_so(server: RunningServer) -> None:
+    loose = {"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": {"const": 1}}}}
+    for seed in range(3):
+        body: dict[str, Any] = {"tools": [loose], "tool_choice": "required", "seed": seed, "max_tokens": 12}
+        [call] = ask(server.client, **body)["message"]["tool_calls"]
+        assert call["function"]["arguments"].startswith("{")
+
+
+def test_what_vllms_own_class_writes_is_read(server: RunningServer) -> None:
+    nothing = {"json": None, "regex": None, "grammar": None, "json_object": None, "whitespace_pattern": None}
+    nothing |= {"disable_fallback": False, "disable_any_whitespace": False, "disable_additional_properties": False}
+    form = nothing | {"choice": ["yes", "no"], "structural_tag": None}
+    assert ask(server.client, structured_outputs=form)["message"]["content"] in ("yes", "no")
+
+
 def test_a_schema_is_refused_under_the_name_of_its_field(server: RunningServer) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
     asked: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from reprise_engine.server.protocol_tools import ToolCallBody, ToolChoice, Tools
 
 MAX_MESSAGES = 4096
 """OpenAI's is 2,048. Each takes some microseconds of the event loop."""
-_HARMLESS_IN_PARTS = ("cache_control", "annotations", "prompt_cache_breakpoint")
+HARMLESS_IN_PARTS = ("cache_control", "annotations", "prompt_cache_breakpoint")
 """Marks what is to be cached, which everything is here; and what a part of an answer holds beside its text."""
 
 
@@ -79,7 +79,7 @@ def _text_of(part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise refuse("messages", "A content part of type 'text' needs a string in its field text.")
-    unknown = next((name for name in part if name not in ("type", "text", *_HARMLESS_IN_PARTS)), None)
+    unknown = next((name for name in part if name not in ("type", "text", *HARMLESS_IN_PARTS)), None)
     if unknown is not None:
         raise refuse("messages", f"Unknown field {unknown!r} in a content part of type 'text'.")
     return text

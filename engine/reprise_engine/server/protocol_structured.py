@@ -7,15 +7,20 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from reprise_engine.request import StructuredOutput
 from reprise_engine.server.refusals import refuse
+from reprise_engine.server.strict_json import read_json
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-Schema = dict[str, Any] | Text
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag("@object")] | Annotated[Text, Tag("@text")],
+    Discriminator(lambda value: "@text" if isinstance(value, str) else "@object"),
+]
+"""As an object, or as the text of one."""
 Choices = Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1)]
 
 
@@ -56,10 +61,13 @@ class StructuredOutputsFields(BaseModel):
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = False
     whitespace_pattern: Text | None = None
-    disable_fallback: bool = False
+    disable_fallback: bool | None = False
     """Asks for nothing: there is one way only."""
+    disable_additional_properties: Literal[False] | None = False
+    structural_tag: None = None
+    """The last two are what vLLM's own class writes where nothing is asked for."""
 
 
 class StructuredFields(BaseModel):
@@ -154,8 +162,8 @@ def _of_schema(
 ) -> StructuredOutput:
     if isinstance(schema, str):
         try:
-            parsed = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+            parsed = read_json(schema.encode())
+        except ValueError as error:
             raise refuse(param, f"The JSON schema in {param} is not valid JSON: {error}.") from None
         if not isinstance(parsed, dict):
             raise refuse(param, f"The JSON schema in {param} must be an object.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, StringConstraints, model_validator
 
@@ -21,8 +21,17 @@ class FunctionBody(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments; none means no arguments."""
+    """A JSON schema of the arguments, which are an object; none means no arguments."""
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise refuse(
+                "tools", f"The parameters of {self.name!r} are of type {kind!r}; a function's must be of type 'object'."
+            )
+        return self
 
 
 class ToolBody(Body):
