@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.responses import JSONResponse
 
+from reprise_engine.server.json_route import JsonAnswer
 from reprise_engine.server.protocol import MAX_STOP_LENGTH, MAX_STOP_TOKEN_IDS
 from reprise_engine.server.protocol_chat import MAX_MESSAGES
+from reprise_engine.server.protocol_tokens import MAX_TOKENS
 from tests.engine.test_server_errors import error_of
 from tests.support.engine_server import RunningServer
 from tests.support.loop_probe import probing
@@ -146,6 +149,20 @@ def test_what_is_too_much_or_would_be_ignored_is_named(
 )
 def test_what_asks_for_nothing_is_accepted(client: httpx.Client, field: dict[str, Any]) -> None:
     assert client.post(CHAT, json=SHORT[CHAT] | field).status_code == 200
+
+
+def test_too_many_tokens_to_put_together_are_named(client: httpx.Client) -> None:
+    error = error_of(client.post("/detokenize", json={"tokens": [97] * (MAX_TOKENS + 1)}))
+    assert error["param"] == "tokens"
+    assert f"at most {MAX_TOKENS} items" in error["message"]
+
+
+def test_an_answer_that_is_written_quickly_is_the_same() -> None:
+    tops = [{"5": {"rank": 1, "logprob": 1e-7}}, None]
+    content = {"text": 'é😀\u2028"\\\n', "ids": (1, 2), "scores": [-1.5, 0.1], "tops": tops, "ended": True}
+    quick, plain = JsonAnswer(content), JSONResponse(content)
+    assert json.loads(bytes(quick.body)) == json.loads(bytes(plain.body))
+    assert quick.headers["content-type"] == plain.headers["content-type"]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from reprise_engine.request import TokenLogprobs
 from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.json_route import JsonAnswer
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.parsed_answer import ParsedChoice, ParsedChoices
 from reprise_engine.server.protocol_chat import ChatCompletionBody
@@ -110,7 +111,7 @@ class ChatAnswer:
                 choice.add(part)
             choice.token_ids += delta.token_ids
             choice.logprobs += delta.logprobs
-        return JSONResponse(
+        return JsonAnswer(
             self._head
             | {
                 "object": "chat.completion",

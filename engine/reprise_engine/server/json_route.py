@@ -1,4 +1,4 @@
-"""Routes whose bodies are strict JSON."""
+"""Routes whose bodies are strict JSON, and answers that are written quickly: nobody else is served meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 from fastapi import HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from reprise_engine.server.strict_json import read_json
@@ -33,3 +35,10 @@ class JsonRoute(APIRoute):
             return await handle(JsonRequest(request.scope, request.receive))
 
         return handle_json
+
+
+class JsonAnswer(JSONResponse):
+    """For what may be large: the log-probabilities of a long prompt are hundreds of thousands of objects."""
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
