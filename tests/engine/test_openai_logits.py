@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -209,7 +210,7 @@ def test_penalties_keep_the_model_from_repeating_itself(client: httpx.Client, pe
     def most_often(**body: Any) -> int:
         answer = complete(client, "one two one two one two one", max_tokens=16, return_token_ids=True, **body)
         token_ids = answer["choices"][0]["token_ids"]
-        return max(map(token_ids.count, token_ids))
+        return max(Counter(token_ids).values())
 
     assert most_often(**penalty) < most_often()
 

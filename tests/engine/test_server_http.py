@@ -23,7 +23,8 @@ def completion(prompt: str, *fields: str) -> bytes:
 
 def answers(connection: socket.socket, number: int) -> list[str]:
     """The texts of so many answers, in order."""
-    received, texts = b"", []
+    received = b""
+    texts: list[str] = []
     while len(texts) < number:
         head, _, rest = received.partition(b"\r\n\r\n")
         length = next(

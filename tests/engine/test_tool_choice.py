@@ -158,13 +158,19 @@ def test_a_choice_that_cannot_be_met_is_named(server: RunningServer, choice: Any
 def test_arguments_are_an_object_where_the_schema_does_not_say_so(server: RunningServer) -> None:
     loose = {"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": {"const": 1}}}}
     for seed in range(3):
-        body: dict[str, Any] = {"tools": [loose], "tool_choice": "required", "seed": seed, "max_tokens": 12}
+        body: dict[str, Any] = {"tools": [loose], "tool_choice": "required", "seed": seed, "max_tokens": 60}
         [call] = ask(server.client, **body)["message"]["tool_calls"]
         assert call["function"]["arguments"].startswith("{")
 
 
 def test_what_vllms_own_class_writes_is_read(server: RunningServer) -> None:
-    nothing = {"json": None, "regex": None, "grammar": None, "json_object": None, "whitespace_pattern": None}
+    nothing: dict[str, Any] = {
+        "json": None,
+        "regex": None,
+        "grammar": None,
+        "json_object": None,
+        "whitespace_pattern": None,
+    }
     nothing |= {"disable_fallback": False, "disable_any_whitespace": False, "disable_additional_properties": False}
     form = nothing | {"choice": ["yes", "no"], "structural_tag": None}
     assert ask(server.client, structured_outputs=form)["message"]["content"] in ("yes", "no")
@@ -211,7 +217,7 @@ def test_the_streamed_call_is_the_same(server: RunningServer) -> None:
 def test_thinking_is_allowed_before_a_forced_call_and_nothing_else(server: RunningServer) -> None:
     begun = set()
     for seed in range(6):
-        body = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 12}
+        body = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 60}
         choice = server.client.post(CHAT, json=body | {"return_token_ids": True}).json()["choices"][0]
         text = server.client.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
         begun.add(next((mark for mark in ("<think>", "<tool_call>") if text.startswith(mark)), text))
