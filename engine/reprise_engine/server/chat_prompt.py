@@ -55,8 +55,8 @@ def _check_variables(model: Loaded, variables: Mapping[str, Any]) -> None:
             raise RequestError(f"{field} has {name}, which is a field of the request: send it there.", param=field)
         if template is None or template.reads(name) or value is None:
             continue
-        if name == _THINKING and value is False and model.formats.reasoning is None:
-            continue  # it does not think anyway
+        if name == _THINKING and (value is True or (value is False and model.formats.reasoning is None)):
+            continue  # it allows what the model does or cannot do, or forbids what it does not
         raise RequestError(
             f"{field} has {name}, which this model's chat template does not read; leave it out.", param=field
         )
