@@ -124,10 +124,12 @@ def truncated(
     return prompt[-keep:]
 
 
-def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, default: int | None) -> int:
+def resolve_max_tokens(
+    model: Loaded, prompt_tokens: int, asked: int | None, default: int | None, *, field: str = "max_tokens"
+) -> int:
     """A number for max_tokens: what was asked, else `default` as far as it fits, else all that fits.
 
-    Raises ContextLengthExceeded, so the client learns of it before any stream begins.
+    Raises ContextLengthExceeded, so the client learns of it before any stream begins; `field` is its word for it.
     """
     resolved = model.resolved
     limit = _longest(model)
@@ -147,9 +149,9 @@ def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, def
         return room if default is None else min(room, default)
     if asked > room:
         raise ContextLengthExceeded(
-            f"You asked for {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, max_tokens {asked}), "
-            f"but {name}. Shorten the prompt or lower max_tokens to at most {room}.",
-            param="max_tokens",
+            f"You asked for {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, {field} {asked}), "
+            f"but {name}. Shorten the prompt or lower {field} to at most {room}.",
+            param=field,
             code="context_length_exceeded",
         )
     return asked
@@ -164,6 +166,7 @@ async def generations(
     *,
     max_tokens: int | None,
     default_max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
     logprobs: int | None,
     arrival_time: float,
     structured: StructuredOutput | None,
@@ -184,7 +187,7 @@ async def generations(
         prompt = truncated(
             model, whole, body.truncate_prompt_tokens, max_tokens=_own(max_tokens, default_max_tokens or 1)
         )
-        limit = resolve_max_tokens(model, len(prompt), max_tokens, default_max_tokens)
+        limit = resolve_max_tokens(model, len(prompt), max_tokens, default_max_tokens, field=max_tokens_field)
         sampling = sampling_params(
             *(model, body),
             max_tokens=max(1, limit),
@@ -228,8 +231,10 @@ async def chat_generations(
     structured: StructuredOutput | None,
     forbid_calls: bool,
     arrival_time: float,
+    max_tokens_field: str | None = None,
 ) -> Generations:
-    """n sequences of one conversation. Raises RequestError as `generations` does."""
+    """n sequences of one conversation. Raises RequestError as `generations` does; `max_tokens_field` is the client's
+    name for the limit, where it is not a chat completion's."""
     if model.formats.special_marks:
         body = body.model_copy(update={"skip_special_tokens": False})
     if forbid_calls:
@@ -241,6 +246,8 @@ async def chat_generations(
         body,
         [prompt],
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens_field=max_tokens_field
+        or ("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
         default_max_tokens=model.defaults.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=structured,

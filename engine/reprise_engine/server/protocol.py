@@ -79,6 +79,7 @@ _NOT_SUPPORTED: NotSupported = {
     # vLLM's
     "chat_template": (),
     "documents": ([],),
+    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": ([],),

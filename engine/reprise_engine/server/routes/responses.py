@@ -25,7 +25,6 @@ router = APIRouter(route_class=JsonRoute)
 _OWN_NAMES: Mapping[str | None, str] = {
     "messages": "input",
     "prompt": "input",
-    "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
 """Of fields that a chat completion has another name for."""
@@ -43,6 +42,7 @@ async def responses(request: Request, body: ResponsesBody, state: State, model: 
             *(model, state, request, chat_body, chat.token_ids),
             structured=answer_form(model, body.form.structured, chat.start, use),
             forbid_calls=use.forbidden,
+            max_tokens_field="max_output_tokens",
             arrival_time=arrival_time,
         )
     except RequestError as error:
