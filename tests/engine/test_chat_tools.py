@@ -341,6 +341,17 @@ def test_a_template_that_opens_the_block_itself(tmp_path: Any) -> None:
         assert "cannot be switched off" in error["message"]
 
 
+def test_thinking_that_cannot_be_switched_off_is_not_said_to_be(tmp_path: Any) -> None:
+    with running_server(scripted_options(tmp_path, SCRIPT, template=QWEN3_THINKING)) as server:
+        body: dict[str, Any] = {"messages": HI, "seed": OPEN_THOUGHT, "max_tokens": 2}
+        for variables, status in (({"enable_thinking": False}, 400), ({"enable_thinking": True}, 200)):
+            response = server.client.post(CHAT, json=body | {"chat_template_kwargs": variables})
+            assert response.status_code == status, response.text
+        error = error_of(server.client.post(CHAT, json=body | {"chat_template_kwargs": {"enable_thinking": False}}))
+        assert error["param"] == "chat_template_kwargs"
+        assert "does not read" in error["message"]
+
+
 @pytest.mark.parametrize("template", [QWEN25, QWEN3])
 def test_marks_that_are_special_tokens_are_seen_all_the_same(tmp_path: Any, template: str) -> None:
     with running_server(scripted_options(tmp_path, SCRIPT, template=template, special_marks=True)) as server:

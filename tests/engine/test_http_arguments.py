@@ -53,7 +53,7 @@ def test_keys_that_cannot_be_are_refused_by_their_source(tmp_path: Path) -> None
 def test_the_defaults_bound_what_clients_may_hold_and_let_no_other_website_in() -> None:
     default = options().http
     assert default == HttpOptions()
-    assert (default.max_request_body_size, default.max_queued_requests) == (16 * 2**20, 1024)
+    assert (default.max_request_body_size, default.max_queued_requests) == (8 * 2**20, 1024)
     assert (default.receive_timeout, default.send_timeout, default.request_timeout) == (60, 60, None)
     assert (default.allowed_origins, default.allow_credentials) == ((), False)
     assert (default.access_log, default.log_requests) == (True, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -200,6 +201,18 @@ def test_a_chats_prompt_logprobs(client: httpx.Client) -> None:
 
 
 # --- biases
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 2}], ids=str
+)
+def test_penalties_keep_the_model_from_repeating_itself(client: httpx.Client, penalty: dict[str, int]) -> None:
+    def most_often(**body: Any) -> int:
+        answer = complete(client, "one two one two one two one", max_tokens=16, return_token_ids=True, **body)
+        token_ids = answer["choices"][0]["token_ids"]
+        return max(Counter(token_ids).values())
+
+    assert most_often(**penalty) < most_often()
 
 
 def test_biases_and_bans_choose_other_words(client: httpx.Client, sdk: openai.OpenAI) -> None:

@@ -273,7 +273,7 @@ def test_an_engine_that_dies_fails_the_response(tmp_path: Any) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_image'"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "required"),
         ({"input": "x" * 9000}, "input", "The prompt has"),
-        ({"max_output_tokens": 5000}, "max_output_tokens", "You asked for"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "or lower max_output_tokens to at most"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(client: httpx.Client, body: Any, param: str, words: str) -> None:

@@ -101,6 +101,7 @@ def test_a_wrong_field_is_named(client: httpx.Client, path: str, body: dict[str,
         {"guided_json": None, "structured_outputs": None, "bad_words": [], "prompt_logprobs": None},
         {"return_tokens_as_token_ids": False},
         {"service_tier": "auto"},
+        {"include_reasoning": True},
         {"modalities": ["text"]},
         {"prompt_cache_key": "k"},
         {"reasoning_effort": None},
@@ -119,6 +120,12 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client, field: dict[str
         (COMPLETIONS, {"prompt": "a" * 200}, "prompt", "The prompt has 200 tokens, but this model's maximum"),
         (COMPLETIONS, {"prompt": "a" * 190, "max_tokens": 11}, "max_tokens", "lower max_tokens to at most 10"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 300}]}, "prompt", "The prompt has 304 tokens"),
+        (
+            CHAT,
+            {"messages": HI, "max_completion_tokens": 195},
+            "max_completion_tokens",
+            "max_completion_tokens to at most",
+        ),
     ],
 )
 def test_too_long_a_prompt_is_a_400_before_the_stream(
@@ -150,8 +157,8 @@ def test_a_pool_smaller_than_the_context_is_the_limit(tmp_path_factory: pytest.T
         (b"[1]", "application/json", "must be a JSON object"),
         (b"", "application/json", "JSON body is required"),
         (b'{"prompt": "a"}', "text/plain", "application/json"),
-        (b'{"prompt": "a", "temperature": NaN}', "application/json", "finite number"),
-        (b'{"prompt": "\\ud800"}', "application/json", "not valid Unicode"),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "application/json", "not valid JSON"),
         (b"\xff\xfe", "application/json", "not valid"),
     ],
 )

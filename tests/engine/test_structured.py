@@ -103,6 +103,18 @@ def test_the_mask_is_what_may_follow_and_at_the_end_only_the_end(grammars: Gramm
     assert end == {EOS_ID}
 
 
+def test_thousands_of_choices_are_one_form(grammars: Grammars) -> None:
+    choices = [f"c{number}" for number in range(5000)] + ['"\\', "日本\n"]
+    structured = StructuredOutput(kind="choice", text=json.dumps(choices))
+    [start] = allowed(grammars, under(structured, ()))
+    assert start is not None
+    assert {TOKENIZER.decode([token])[:1] for token in start} <= {"c", '"', "日", "\ufffd"}
+    [middle] = allowed(grammars, under(structured, ids("c499"), "other"))
+    assert middle is not None
+    assert EOS_ID in middle  # c499 is one of them, and so is c4990
+    assert {TOKENIZER.decode([token]) for token in middle - {EOS_ID}} <= set("0123456789")
+
+
 def test_rows_without_a_grammar_are_free(grammars: Grammars) -> None:
     assert grammars.masks([under(None, ())]) is None
     assert [one is None for one in allowed(grammars, under(None, ()), under(regex("a+"), (), "b"))] == [True, False]

@@ -95,6 +95,102 @@ def test_a_named_function_is_called(server: RunningServer, name: str) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("name", ["get_weather", "get_climate"])
+def test_only_allowed_tools_are_called_and_the_prompt_shows_all(server: RunningServer, mode: str, name: str) -> None:
+    [mark] = server.client.post("/tokenize", json={"prompt": "<tool_call>"}).json()["tokens"]
+    strict = [tool("get_weather", strict=True), tool("get_climate", strict=True)]
+    prompts = set()
+    for seed in range(3):
+        # Where a call may begin it does, so that the model's own choice is one of functions.
+        body = {"messages": HI, "tools": strict, "seed": seed, "max_tokens": 200, "logit_bias": {str(mark): 100}}
+        body |= NOT_THINKING | {"parallel_tool_calls": False}
+        answer = server.client.post(CHAT, json=body | {"tool_choice": allowed(mode, name)}).json()
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == name
+        Weather.model_validate_json(call["function"]["arguments"])
+        free = server.client.post(CHAT, json=body | {"max_tokens": 1}).json()
+        prompts |= {answer["usage"]["prompt_tokens"], free["usage"]["prompt_tokens"]}
+        assert free["usage"]["prompt_tokens_details"]["cached_tokens"] == free["usage"]["prompt_tokens"] - 1
+    assert len(prompts) == 1
+
+
+def test_tools_without_a_schema_can_be_left_out_too(server: RunningServer) -> None:
+    [mark] = server.client.post("/tokenize", json={"prompt": "<tool_call>"}).json()["tokens"]
+    body: dict[str, Any] = {"tools": TOOLS, "logit_bias": {str(mark): 100}, "max_tokens": 60, "temperature": 0}
+    choice = ask(server.client, **body, tool_choice=allowed("auto", "get_climate"))
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_climate"
+
+
+def test_responses_have_allowed_tools_in_their_own_shape(server: RunningServer) -> None:
+    flat = [tool(name)["function"] | {"type": "function"} for name in ("get_weather", "get_climate")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_climate"}]}
+    body = {"input": HI, "tools": flat, "tool_choice": choice, "parallel_tool_calls": False, **NOT_THINKING}
+    answer = server.client.post("/v1/responses", json=body | {"max_output_tokens": 200}).json()
+    [item] = answer["output"]
+    assert item["name"] == "get_climate"
+    assert answer["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (allowed("auto", "get_rich"), "names 'get_rich'; tools has 'get_weather', 'get_climate'"),
+        (allowed("sometimes", "get_weather"), "must be 'none', 'auto', 'required', or one function"),
+        (allowed("auto"), "nothing else is supported"),
+        ({"type": "allowed_tools"}, "nothing else is supported"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["get_weather"]}}, "nothing else"),
+        ({"type": "custom", "custom": {"name": "get_weather"}}, "nothing else is supported"),
+    ],
+    ids=["foreign", "mode", "none", "nothing", "name", "custom"],
+)
+def test_a_choice_that_cannot_be_met_is_named(server: RunningServer, choice: Any, words: str) -> None:
+    error = error_of(server.client.post(CHAT, json={"messages": HI, "tools": TOOLS, "tool_choice": choice}))
+    assert error["param"] == "tool_choice"
+    assert words in error["message"]
+
+
+def test_arguments_are_an_object_where_the_schema_does_not_say_so(server: RunningServer) -> None:
+    loose = {"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": {"const": 1}}}}
+    for seed in range(3):
+        body: dict[str, Any] = {"tools": [loose], "tool_choice": "required", "seed": seed, "max_tokens": 60}
+        [call] = ask(server.client, **body)["message"]["tool_calls"]
+        assert call["function"]["arguments"].startswith("{")
+
+
+def test_what_vllms_own_class_writes_is_read(server: RunningServer) -> None:
+    nothing: dict[str, Any] = {
+        "json": None,
+        "regex": None,
+        "grammar": None,
+        "json_object": None,
+        "whitespace_pattern": None,
+    }
+    nothing |= {"disable_fallback": False, "disable_any_whitespace": False, "disable_additional_properties": False}
+    form = nothing | {"choice": ["yes", "no"], "structural_tag": None}
+    assert ask(server.client, structured_outputs=form)["message"]["content"] in ("yes", "no")
+
+
+def test_a_schema_is_refused_under_the_name_of_its_field(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+    asked: dict[str, dict[str, Any]] = {
+        "text.format": {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}},
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+    }
+    for stream in (False, True):
+        for (param, body), (path, rest) in zip(
+            asked.items(), (("/v1/responses", {"input": HI}), (CHAT, {"messages": HI})), strict=True
+        ):
+            error = error_of(server.client.post(path, json=body | rest | NOT_THINKING | {"stream": stream}))
+            assert error["param"] == param
+            assert f"in {param} cannot be honoured" in error["message"]
+
+
 def test_none_keeps_the_model_from_calling(server: RunningServer) -> None:
     [mark] = server.client.post("/tokenize", json={"prompt": "<tool_call>"}).json()["tokens"]
     # Of two texts the model takes the mark of a call, where it may.
@@ -121,7 +217,7 @@ def test_the_streamed_call_is_the_same(server: RunningServer) -> None:
 def test_thinking_is_allowed_before_a_forced_call_and_nothing_else(server: RunningServer) -> None:
     begun = set()
     for seed in range(6):
-        body = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 12}
+        body = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 60}
         choice = server.client.post(CHAT, json=body | {"return_token_ids": True}).json()["choices"][0]
         text = server.client.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
         begun.add(next((mark for mark in ("<think>", "<tool_call>") if text.startswith(mark)), text))

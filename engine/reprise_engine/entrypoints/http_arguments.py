@@ -28,7 +28,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 
     limits = parser.add_argument_group("limits of requests")
     limits.add_argument(
-        "--max-request-body-size", type=size, default=_DEFAULTS.max_request_body_size, metavar="SIZE", help="(16MiB)"
+        "--max-request-body-size", type=size, default=_DEFAULTS.max_request_body_size, metavar="SIZE", help="(8MiB)"
     )
     limits.add_argument(
         "--max-queued-requests",

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from reprise_engine.errors import RequestError
 from reprise_engine.request import StructuredOutput
-from reprise_engine.server.protocol_chat import ChatCompletionBody
 from reprise_engine.server.state import Loaded
 from reprise_engine.server.tool_use import ToolUse
 from reprise_engine.text import reasoning
@@ -17,24 +16,26 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def answer_form(
-    model: Loaded, body: ChatCompletionBody, start: ReasoningStart, use: ToolUse
+    model: Loaded, own: StructuredOutput | None, start: ReasoningStart, use: ToolUse
 ) -> StructuredOutput | None:
-    """None where the body's own form says all. Raises RequestError for a form that tools cannot stand beside."""
-    own = body.structured
+    """`own` is the form that the body asks for, of what is no call. None where the answer is free.
+
+    Raises RequestError for a form that tools cannot stand beside.
+    """
     tokenizer = model.tokenizer
     reasons = model.formats.reasoning is not None
     grammar = AnswerGrammar(token_id=tokenizer.token_id, start=start if reasons else None)
     if use.forced:  # there is no content, so its form does not matter
-        forced = [GrammarFunction(name=tool.function.name, parameters=tool.function.parameters) for tool in use.forced]
+        forced = [GrammarFunction(name=tool.function.name, parameters=tool.function.parameters) for tool in use.allowed]
         return StructuredOutput(kind="grammar", text=grammar.forced(forced, single=use.single), param="tools")
     functions = [
         GrammarFunction(
             name=tool.function.name, parameters=tool.function.parameters, checked=bool(tool.function.strict)
         )
-        for tool in (body.tools or () if use.parses else ())
+        for tool in use.allowed
     ]
     if own is None:
-        if not any(function.checked for function in functions):
+        if not use.limited and not any(function.checked for function in functions):
             return None
         return StructuredOutput(kind="grammar", text=grammar.free(functions), param="tools")
     thinks = reasons and start is not ReasoningStart.CLOSED
@@ -49,4 +50,4 @@ def answer_form(
         )
     if thinks and start is ReasoningStart.OPEN:
         return replace(own, start_after=tokenizer.encode(reasoning.END, add_special_tokens=False))
-    return None
+    return own

@@ -12,6 +12,7 @@ from reprise_engine.server import errors
 from reprise_engine.server.access import REQUEST_ID_HEADER, Access
 from reprise_engine.server.admission import Admission
 from reprise_engine.server.auth import ApiKeys
+from reprise_engine.server.head_requests import HeadAsGet
 from reprise_engine.server.request_body import BoundedBody
 from reprise_engine.server.routes import admin, chat, completions, models, operations, page, responses, tokens
 from reprise_engine.server.state import ServerState
@@ -38,7 +39,7 @@ def create_app(state: ServerState, *, api_keys: Sequence[str] = (), tracer: Trac
 def _middleware(state: ServerState, api_keys: Sequence[str], tracer: Tracer | None) -> list[Middleware]:
     """The outermost first: whoever has no key waits in no queue, and whoever is refused there has sent its body."""
     options = state.http
-    found = [Middleware(Access, log=options.access_log, tracer=tracer)]
+    found = [Middleware(Access, log=options.access_log, tracer=tracer), Middleware(HeadAsGet)]
     if options.allowed_origins:
         found.append(
             Middleware(

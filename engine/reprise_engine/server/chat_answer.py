@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from reprise_engine.request import TokenLogprobs
 from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.json_route import JsonAnswer
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.parsed_answer import ParsedChoice, ParsedChoices
 from reprise_engine.server.protocol_chat import ChatCompletionBody
@@ -39,8 +40,8 @@ class _Whole:
     reasoning: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, part: Part) -> None:
         match part:
@@ -110,7 +111,7 @@ class ChatAnswer:
                 choice.add(part)
             choice.token_ids += delta.token_ids
             choice.logprobs += delta.logprobs
-        return JSONResponse(
+        return JsonAnswer(
             self._head
             | {
                 "object": "chat.completion",

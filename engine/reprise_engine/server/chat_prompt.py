@@ -17,6 +17,7 @@ from reprise_engine.text.reasoning import ReasoningStart, reasoning_start
 
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
+_OWN_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,25 @@ async def chat_prompt(model: Loaded, body: ChatPrompt) -> tuple[TokenId, ...]:
 async def render_chat(model: Loaded, body: ChatPrompt, *, effort: str | None = None) -> RenderedChat:
     """`effort` is reasoning_effort. Raises RequestError like `chat_prompt`, and for tools or an effort that the
     template does not know."""
+    _check_variables(model, body.chat_template_kwargs or {})
     variables = dict(body.chat_template_kwargs or {}) | _thinking(model, body, effort)
     return await asyncio.to_thread(_render, model.tokenizer, body, variables)
+
+
+def _check_variables(model: Loaded, variables: Mapping[str, Any]) -> None:
+    """Raises RequestError for variables that another field has, and for those that would change nothing."""
+    field = "chat_template_kwargs"
+    template = model.tokenizer.chat_template
+    for name, value in variables.items():
+        if name in _OWN_FIELDS:
+            raise RequestError(f"{field} has {name}, which is a field of the request: send it there.", param=field)
+        if template is None or template.reads(name) or value is None:
+            continue
+        if name == _THINKING and (value is True or (value is False and model.formats.reasoning is None)):
+            continue  # it allows what the model does or cannot do, or forbids what it does not
+        raise RequestError(
+            f"{field} has {name}, which this model's chat template does not read; leave it out.", param=field
+        )
 
 
 def _thinking(model: Loaded, body: ChatPrompt, effort: str | None) -> dict[str, Any]:

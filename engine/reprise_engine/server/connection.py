@@ -10,6 +10,7 @@ import asyncio
 import json
 from typing import Any, ClassVar
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -18,6 +19,35 @@ from reprise_engine.server.errors import error_body
 
 MAX_HEAD_SIZE = 64 * 1024
 """Bytes of request line and headers."""
+
+
+class _OneProtocolParser(httptools.HttpRequestParser):
+    """To this parser a request to change to another protocol is one without, as a server may see it (RFC 9110, 7.8):
+    Java's client asks for HTTP/2 with every first request. httptools takes all behind such a head, the body included,
+    for the other protocol's; so the head is read once more without the field that asks.
+
+    The protocol leaves a head alone for which `should_upgrade` is true.
+    """
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # uvicorn feeds bytes
+        while True:
+            try:
+                super().feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.get_method() == b"CONNECT":
+                    raise httptools.HttpParserInvalidMethodError("this is no proxy") from None
+                data = self._head() + data[upgrade.args[0] :]
+            else:
+                return
+
+    def _head(self) -> bytes:
+        fields = [(name, value) for name, value in self._protocol.headers if name != b"upgrade"]
+        start = b"%b %b HTTP/%b\r\n" % (self.get_method(), self._protocol.url, self.get_http_version().encode())
+        return start + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n"
 
 
 class Connection(HttpToolsProtocol):
@@ -38,6 +68,8 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = _OneProtocolParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._head_size = 0
         self._in_body = False
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -59,12 +91,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large", f"The headers exceed {MAX_HEAD_SIZE} bytes.")
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stop_receive_timer()
         self._head_size = 0
         self._in_body = True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stop_receive_timer()
         self._in_body = False
         super().on_message_complete()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ RETRY_LATER: Mapping[str, str] = {"Retry-After": "5"}
 
 _SHOWN_INPUT = 80
 """Characters of a wrong value that a message repeats."""
+_repr = reprlib.Repr()
+"""Writes no more of a value than is shown: it may have millions of entries."""
+_repr.maxstring = _repr.maxother = _repr.maxlong = 2 * _SHOWN_INPUT
+_repr.maxlist = _repr.maxdict = _SHOWN_INPUT
 
 
 class ApiError(Exception):
@@ -124,7 +129,7 @@ def describe(errors: Sequence[Any]) -> tuple[str, str | None]:
         return f"{param or 'A JSON body'} is required.", param
     if param is None:
         return f"The body must be a JSON object, sent with Content-Type: application/json. {first['msg']}.", None
-    shown = repr(first.get("input"))
+    shown = _repr.repr(first.get("input"))
     if len(shown) > _SHOWN_INPUT:
         shown = shown[: _SHOWN_INPUT - 1] + "…"
     return f"{param}: {first['msg']}; got {shown}.", param

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class HttpOptions:
     """Times in seconds. The limits are per server process."""
 
-    max_request_body_size: int = 16 * 2**20
-    """Bytes. A million token ids as JSON are about 7 MiB."""
+    max_request_body_size: int = 8 * 2**20
+    """Bytes. A million token ids as JSON are about 7 MiB. All others wait while a body is parsed, up to 50 ms a MiB."""
     receive_timeout: float = 60.0
     """For the head of a request, and again for its body: a client that sends slower is cut off."""
     send_timeout: float = 60.0

@@ -56,17 +56,18 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     bad_words: Sequence[tuple[TokenId, ...]],
-    structured: StructuredOutput | None = None,
+    structured: StructuredOutput | None,
 ) -> SamplingParams:
-    """The request's own values over the server's defaults; `structured` over its own. Raises RequestError.
+    """The request's own values over the server's defaults. Raises RequestError.
 
-    `bad_words` are the body's, as tokens.
+    `bad_words` are the body's, as tokens; `structured` is the form of the answer, which may be more than the body's.
     """
     defaults = model.defaults
 
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(model, stop_token_ids, param="stop_token_ids")
-    allowed_token_ids = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+    # Each once: so there are no more of them than the vocabulary has.
+    allowed_token_ids = None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids))
     check_token_ids(model, allowed_token_ids or (), param="allowed_token_ids")
     check_token_ids(model, tuple(body.logit_bias or ()), param="logit_bias")
     check_token_ids(model, [token for word in bad_words for token in word], param="bad_words")
@@ -92,7 +93,7 @@ def sampling_params(
         allowed_token_ids=allowed_token_ids,
         bad_words=tuple(body.bad_words or ()),
         bad_words_token_ids=tuple(bad_words),
-        structured=body.structured if structured is None else structured,
+        structured=structured,
     )
 
 
@@ -123,10 +124,12 @@ def truncated(
     return prompt[-keep:]
 
 
-def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, default: int | None) -> int:
+def resolve_max_tokens(
+    model: Loaded, prompt_tokens: int, asked: int | None, default: int | None, *, field: str = "max_tokens"
+) -> int:
     """A number for max_tokens: what was asked, else `default` as far as it fits, else all that fits.
 
-    Raises ContextLengthExceeded, so the client learns of it before any stream begins.
+    Raises ContextLengthExceeded, so the client learns of it before any stream begins; `field` is its word for it.
     """
     resolved = model.resolved
     limit = _longest(model)
@@ -146,9 +149,9 @@ def resolve_max_tokens(model: Loaded, prompt_tokens: int, asked: int | None, def
         return room if default is None else min(room, default)
     if asked > room:
         raise ContextLengthExceeded(
-            f"You asked for {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, max_tokens {asked}), "
-            f"but {name}. Shorten the prompt or lower max_tokens to at most {room}.",
-            param="max_tokens",
+            f"You asked for {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, {field} {asked}), "
+            f"but {name}. Shorten the prompt or lower {field} to at most {room}.",
+            param=field,
             code="context_length_exceeded",
         )
     return asked
@@ -163,13 +166,14 @@ async def generations(
     *,
     max_tokens: int | None,
     default_max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
     logprobs: int | None,
     arrival_time: float,
-    structured: StructuredOutput | None = None,
+    structured: StructuredOutput | None,
 ) -> Generations:
     """n sequences a prompt, indexed prompt by prompt. Raises RequestError before any of them reaches the engine.
 
-    `structured` takes the place of the form that the body asks for. max_tokens 0 keeps back what is generated.
+    `structured` is the form of every answer. max_tokens 0 keeps back what is generated.
     """
     made: list[Generation] = []
     cache_salt = state.isolation.salt(request_api_key(http), body.cache_salt)
@@ -183,7 +187,7 @@ async def generations(
         prompt = truncated(
             model, whole, body.truncate_prompt_tokens, max_tokens=_own(max_tokens, default_max_tokens or 1)
         )
-        limit = resolve_max_tokens(model, len(prompt), max_tokens, default_max_tokens)
+        limit = resolve_max_tokens(model, len(prompt), max_tokens, default_max_tokens, field=max_tokens_field)
         sampling = sampling_params(
             *(model, body),
             max_tokens=max(1, limit),
@@ -227,8 +231,10 @@ async def chat_generations(
     structured: StructuredOutput | None,
     forbid_calls: bool,
     arrival_time: float,
+    max_tokens_field: str | None = None,
 ) -> Generations:
-    """n sequences of one conversation. Raises RequestError as `generations` does."""
+    """n sequences of one conversation. Raises RequestError as `generations` does; `max_tokens_field` is the client's
+    name for the limit, where it is not a chat completion's."""
     if model.formats.special_marks:
         body = body.model_copy(update={"skip_special_tokens": False})
     if forbid_calls:
@@ -240,6 +246,8 @@ async def chat_generations(
         body,
         [prompt],
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens_field=max_tokens_field
+        or ("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
         default_max_tokens=model.defaults.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=structured,

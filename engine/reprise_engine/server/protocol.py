@@ -28,6 +28,8 @@ from reprise_engine.server.refusals import refuse as refuse
 MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
 MAX_STOPS = 64
+MAX_STOP_LENGTH = 4096
+MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_LENGTH = 256
 
 TokenIdField = Annotated[int, Field(ge=0)]
@@ -77,6 +79,7 @@ _NOT_SUPPORTED: NotSupported = {
     # vLLM's
     "chat_template": (),
     "documents": ([],),
+    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
@@ -108,7 +111,8 @@ class Body(BaseModel):
         kept = {}
         for name, value in data.items():
             if name in cls.model_fields:
-                kept[name] = value
+                if value is not None:  # null is what clients write for a field that they leave out
+                    kept[name] = value
             elif name in _HARMLESS:
                 continue
             elif name in cls.not_supported:
@@ -125,11 +129,12 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[list[NonEmpty], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)]
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[_Stop], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class StreamOptions(Body):
+    within: ClassVar[str] = "stream_options."
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -156,7 +161,7 @@ class GenerationBody(LogitFields, StructuredFields, Body):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
-    stop_token_ids: list[TokenIdField] | None = None
+    stop_token_ids: Annotated[list[TokenIdField], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0

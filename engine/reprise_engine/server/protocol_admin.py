@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from reprise_engine.server.protocol import Body, NonEmpty, Salt, TokenIdField, refuse
-from reprise_engine.server.protocol_chat import ChatMessageBody
+from reprise_engine.server.protocol_chat import MAX_MESSAGES, ChatMessageBody
 from reprise_engine.server.protocol_tools import Tools
 
 
@@ -17,7 +17,7 @@ class PinBody(Body):
     name: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[.:@-]*\w[\w.:@-]*$")] | None = None
     """None takes a new one."""
     prompt: NonEmpty | Annotated[list[TokenIdField], Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessageBody], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
     add_generation_prompt: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

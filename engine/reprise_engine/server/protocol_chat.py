@@ -16,6 +16,11 @@ from reprise_engine.server.protocol import (
 from reprise_engine.server.protocol_logits import MAX_TOP_LOGPROBS
 from reprise_engine.server.protocol_tools import ToolCallBody, ToolChoice, Tools, check_tool_choice
 
+MAX_MESSAGES = 4096
+"""OpenAI's is 2,048. Each takes some microseconds of the event loop."""
+HARMLESS_IN_PARTS = ("cache_control", "annotations", "prompt_cache_breakpoint")
+"""Marks what is to be cached, which everything is here; and what a part of an answer holds beside its text."""
+
 
 class ChatMessageBody(Body):
     """One message. `content` is text, or a list of text parts, which are joined by line ends."""
@@ -74,13 +79,16 @@ def _text_of(part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise refuse("messages", "A content part of type 'text' needs a string in its field text.")
+    unknown = next((name for name in part if name not in ("type", "text", *HARMLESS_IN_PARTS)), None)
+    if unknown is not None:
+        raise refuse("messages", f"Unknown field {unknown!r} in a content part of type 'text'.")
     return text
 
 
 class ChatPrompt(Body):
     """The fields that make the prompt, shared with /tokenize."""
 
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)]
+    messages: Annotated[list[ChatMessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

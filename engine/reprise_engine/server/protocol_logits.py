@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, model_validator
@@ -12,6 +13,7 @@ from reprise_engine.server.refusals import refuse
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
+_TOKEN_ID = re.compile("[0-9]{1,18}")
 
 
 def _with_token_ids(biases: Any) -> Any:
@@ -19,8 +21,9 @@ def _with_token_ids(biases: Any) -> Any:
     if not isinstance(biases, dict):
         return biases
     for key in biases:
-        if not (isinstance(key, str) and key.isascii() and key.isdigit()):
-            raise refuse("logit_bias", f"logit_bias has the key {key!r}; its keys must be token ids.")
+        if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key)):
+            shown = f"{key[:32]}…" if len(key) > 33 else key
+            raise refuse("logit_bias", f"logit_bias has the key {shown!r}; its keys must be token ids.")
     return {int(key): bias for key, bias in biases.items()}
 
 

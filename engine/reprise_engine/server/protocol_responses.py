@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
+from reprise_engine.request import StructuredOutput
 from reprise_engine.server.protocol import (
     Body,
     NonEmpty,
@@ -18,10 +19,17 @@ from reprise_engine.server.protocol import (
     StreamOptions,
     refuse,
 )
-from reprise_engine.server.protocol_chat import ChatCompletionBody
+from reprise_engine.server.protocol_chat import MAX_MESSAGES, ChatCompletionBody
 from reprise_engine.server.protocol_logits import MAX_TOP_LOGPROBS
-from reprise_engine.server.protocol_structured import ResponseFormat
-from reprise_engine.server.protocol_tools import MAX_TOOLS, FunctionBody, NamedTool, ToolBody, check_tool_choice
+from reprise_engine.server.protocol_structured import json_form
+from reprise_engine.server.protocol_tools import (
+    MAX_TOOLS,
+    Choice,
+    FunctionBody,
+    ToolBody,
+    check_tool_choice,
+    read_choice,
+)
 from reprise_engine.server.responses_input import InputItem, chat_messages, checked_item
 
 LOGPROBS = "message.output_text.logprobs"
@@ -59,11 +67,9 @@ class TextFormatBody(Body):
             )
         return self
 
-    def for_chat(self) -> ResponseFormat:
-        if self.schema_ is None:
-            return ResponseFormat(type=self.type)
-        schema = {"name": self.name or "", "schema": self.schema_, "strict": self.strict}
-        return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
+    @property
+    def structured(self) -> StructuredOutput | None:
+        return None if self.type == "text" else json_form("text.format", self.schema_)
 
 
 class TextOptions(Body):
@@ -98,17 +104,19 @@ class ResponseToolBody(FunctionBody):
         return ToolBody(type="function", function=function)
 
 
-def _tool_choice(value: Any) -> str | NamedTool | None:
-    if value is None or value in ("none", "auto", "required"):
-        return value  # type: ignore[no-any-return]
-    if isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function":
-        name = value["name"]
-        if isinstance(name, str):
-            return NamedTool(name)
-    raise refuse(
-        "tool_choice",
-        "tool_choice must be 'none', 'auto', 'required', or one function as "
-        """{"type": "function", "name": …}; nothing else is supported.""",
+def _name_of(value: Any) -> str | None:
+    function = isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function"
+    return value["name"] if function and isinstance(value["name"], str) else None
+
+
+def _tool_choice(value: Any) -> Choice:
+    limits = isinstance(value, dict) and value.get("type") == "allowed_tools"
+    return read_choice(
+        value,
+        name_of=_name_of,
+        allowed={name: part for name, part in value.items() if name != "type"} if limits else None,
+        shapes='one function as {"type": "function", "name": …}, or some as {"type": "allowed_tools", '
+        '"mode": "auto" or "required", "tools": [one such function, …]}',
     )
 
 
@@ -142,7 +150,11 @@ class ResponsesBody(Body):
     model: str | None = None
     input: Annotated[
         Annotated[str, Tag("@text")]
-        | Annotated[list[Annotated[InputItem, BeforeValidator(checked_item)]], Field(min_length=1), Tag("@items")],
+        | Annotated[
+            list[Annotated[InputItem, BeforeValidator(checked_item)]],
+            Field(min_length=1, max_length=MAX_MESSAGES),
+            Tag("@items"),
+        ],
         Discriminator(_input_kind),
     ]
     instructions: str | None = None
@@ -150,7 +162,7 @@ class ResponsesBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[ResponseToolBody], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[str | NamedTool | None, PlainValidator(_tool_choice)] = None
+    tool_choice: Annotated[Choice, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
@@ -189,7 +201,7 @@ class ResponsesBody(Body):
         return TextFormatBody(type="text") if form is None else form
 
     def for_chat(self) -> ChatCompletionBody:
-        """The same request as a chat completion."""
+        """The same request as a chat completion, but for the form of its text."""
         return ChatCompletionBody.model_construct(
             model=self.model,
             messages=chat_messages(self.input, instructions=self.instructions),
@@ -199,7 +211,6 @@ class ResponsesBody(Body):
             max_completion_tokens=self.max_output_tokens,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             logprobs=bool(self.include),
-            response_format=self.form.for_chat(),
             **{
                 name: getattr(self, name)
                 for name in (

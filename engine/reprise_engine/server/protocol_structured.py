@@ -7,15 +7,20 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from reprise_engine.request import StructuredOutput
 from reprise_engine.server.refusals import refuse
+from reprise_engine.server.strict_json import read_json
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-Schema = dict[str, Any] | Text
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag("@object")] | Annotated[Text, Tag("@text")],
+    Discriminator(lambda value: "@text" if isinstance(value, str) else "@object"),
+]
+"""As an object, or as the text of one."""
 Choices = Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1)]
 
 
@@ -56,10 +61,13 @@ class StructuredOutputsFields(BaseModel):
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = False
     whitespace_pattern: Text | None = None
-    disable_fallback: bool = False
+    disable_fallback: bool | None = False
     """Asks for nothing: there is one way only."""
+    disable_additional_properties: Literal[False] | None = False
+    structural_tag: None = None
+    """The last two are what vLLM's own class writes where nothing is asked for."""
 
 
 class StructuredFields(BaseModel):
@@ -108,9 +116,13 @@ def _only(forms: list[StructuredOutput]) -> StructuredOutput | None:
 def _of_response_format(format_: ResponseFormat | None) -> list[StructuredOutput]:
     if format_ is None or format_.type == "text":
         return []
-    if format_.json_schema is None:
-        return [StructuredOutput(kind="json_object", param="response_format")]
-    return [_of_schema("response_format", format_.json_schema.schema_)]
+    schema = None if format_.json_schema is None else format_.json_schema.schema_
+    return [json_form("response_format", schema)]
+
+
+def json_form(param: str, schema: Mapping[str, Any] | None) -> StructuredOutput:
+    """JSON by the schema in the field `param`; any object where there is none."""
+    return StructuredOutput(kind="json_object", param=param) if schema is None else _of_schema(param, schema)
 
 
 def _of_structured_outputs(asked: StructuredOutputsFields | None) -> list[StructuredOutput]:
@@ -143,12 +155,15 @@ def _with_whitespace(schema: Mapping[str, Any], asked: StructuredOutputsFields) 
 
 
 def _of_schema(
-    param: str, schema: Schema, *, change: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda schema: schema
+    param: str,
+    schema: Mapping[str, Any] | str,
+    *,
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda schema: schema,
 ) -> StructuredOutput:
     if isinstance(schema, str):
         try:
-            parsed = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+            parsed = read_json(schema.encode())
+        except ValueError as error:
             raise refuse(param, f"The JSON schema in {param} is not valid JSON: {error}.") from None
         if not isinstance(parsed, dict):
             raise refuse(param, f"The JSON schema in {param} must be an object.")

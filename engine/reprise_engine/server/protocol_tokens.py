@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
 from reprise_engine.server.protocol import Body, TokenIdField
 from reprise_engine.server.protocol_chat import ChatPrompt
+
+MAX_TOKENS = 2**20
+"""Of a /detokenize. The tokenizer holds the interpreter's lock meanwhile: a third of a second for so many."""
 
 
 class TokenizeTextBody(Body):
@@ -35,4 +38,4 @@ TokenizeBody = Annotated[
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenIdField]
+    tokens: Annotated[list[TokenIdField], Field(max_length=MAX_TOKENS)]

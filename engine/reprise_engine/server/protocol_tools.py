@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, StringConstraints, model_validator
 
@@ -21,8 +21,17 @@ class FunctionBody(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments; none means no arguments."""
+    """A JSON schema of the arguments, which are an object; none means no arguments."""
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise refuse(
+                "tools", f"The parameters of {self.name!r} are of type {kind!r}; a function's must be of type 'object'."
+            )
+        return self
 
 
 class ToolBody(Body):
@@ -89,26 +98,64 @@ class NamedTool:
     name: str
 
 
-def _tool_choice(value: Any) -> str | NamedTool | None:
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """The functions that may be called; with `required` one of them must be. The prompt shows the others as well, so
+    its prefix stays that of the other turns."""
+
+    names: tuple[str, ...]
+    required: bool
+
+
+Choice = str | NamedTool | AllowedTools | None
+"""A str is one of "none", "auto" and "required"."""
+
+
+def read_choice(value: Any, *, name_of: Callable[[Any], str | None], allowed: Any, shapes: str) -> Choice:
+    """A tool_choice in the shape of one API: `name_of` is the name in an object of type function, None where it is no
+    such object; `allowed` has the fields `mode` and `tools` where the choice is of type allowed_tools, else None.
+
+    Raises the complaint about anything else, showing the `shapes` of both.
+    """
     if value is None or value in ("none", "auto", "required"):
         return value  # type: ignore[no-any-return]
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function")
-        if isinstance(function, dict) and set(value) == {"type", "function"} and set(function) == {"name"}:
-            name = function["name"]
-            if isinstance(name, str):
-                return NamedTool(name)
+    name = name_of(value)
+    if name is not None:
+        return NamedTool(name)
+    if isinstance(allowed, dict) and set(allowed) == {"mode", "tools"} and allowed["mode"] in ("auto", "required"):
+        tools = allowed["tools"]
+        names = [name_of(tool) for tool in tools] if isinstance(tools, list) else []
+        if names and None not in names:
+            return AllowedTools(tuple(map(str, names)), required=allowed["mode"] == "required")
     raise refuse(
-        "tool_choice",
-        "tool_choice must be 'none', 'auto', 'required', or one function as "
-        """{"type": "function", "function": {"name": …}}; nothing else is supported.""",
+        "tool_choice", f"tool_choice must be 'none', 'auto', 'required', or {shapes}; nothing else is supported."
     )
 
 
-ToolChoice = Annotated[str | NamedTool | None, PlainValidator(_tool_choice)]
+def _name_of(value: Any) -> str | None:
+    if not isinstance(value, dict) or set(value) != {"type", "function"} or value["type"] != "function":
+        return None
+    function = value["function"]
+    if not isinstance(function, dict) or set(function) != {"name"} or not isinstance(function["name"], str):
+        return None
+    return function["name"]
 
 
-def check_tool_choice(choice: str | NamedTool | None, tools: Sequence[ToolBody]) -> None:
+def _tool_choice(value: Any) -> Choice:
+    limits = isinstance(value, dict) and set(value) == {"type", "allowed_tools"} and value["type"] == "allowed_tools"
+    return read_choice(
+        value,
+        name_of=_name_of,
+        allowed=value["allowed_tools"] if limits else None,
+        shapes='one function as {"type": "function", "function": {"name": …}}, or some as {"type": "allowed_tools", '
+        '"allowed_tools": {"mode": "auto" or "required", "tools": [one such function, …]}}',
+    )
+
+
+ToolChoice = Annotated[Choice, PlainValidator(_tool_choice)]
+
+
+def check_tool_choice(choice: Choice, tools: Sequence[ToolBody]) -> None:
     """Raises the complaint about a choice that the tools cannot meet, or two tools of one name."""
     names = [tool.function.name for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -116,5 +163,9 @@ def check_tool_choice(choice: str | NamedTool | None, tools: Sequence[ToolBody])
         raise refuse("tools", f"tools has two functions of the name {twice[0]!r}; names must differ.")
     if not tools and not is_neutral(choice, ("none", "auto")):
         raise refuse("tool_choice", "tool_choice asks for a tool, but there are no tools; send some.")
-    if isinstance(choice, NamedTool) and choice.name not in names:
-        raise refuse("tool_choice", f"tool_choice names {choice.name!r}; tools has {', '.join(map(repr, names))}.")
+    chosen = choice.names if isinstance(choice, AllowedTools) else ()
+    if isinstance(choice, NamedTool):
+        chosen = (choice.name,)
+    missing = next((name for name in chosen if name not in names), None)
+    if missing is not None:
+        raise refuse("tool_choice", f"tool_choice names {missing!r}; tools has {', '.join(map(repr, names))}.")

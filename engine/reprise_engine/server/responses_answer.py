@@ -6,15 +6,16 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from reprise_engine.request import FinishReason, TokenLogprobs
 from reprise_engine.server.errors import SERVER_ERROR, as_api_error
 from reprise_engine.server.generation import Generation, Generations, Usage
+from reprise_engine.server.json_route import JsonAnswer
 from reprise_engine.server.logprobs import chat_logprobs
 from reprise_engine.server.parsed_answer import ParsedChoices
 from reprise_engine.server.protocol_responses import ResponsesBody
-from reprise_engine.server.protocol_tools import NamedTool
+from reprise_engine.server.protocol_tools import AllowedTools, NamedTool
 from reprise_engine.server.respond import Deltas
 from reprise_engine.server.responses_output import Event, OutputItems
 from reprise_engine.server.state import Loaded
@@ -115,7 +116,7 @@ class ResponsesAnswer:
         async for generation, delta in deltas:
             for _ in self._take(generation, delta):
                 pass  # nobody is told before the end
-        return JSONResponse(self._response(self._status, usage=await self._parsed.final_usage()))
+        return JsonAnswer(self._response(self._status, usage=await self._parsed.final_usage()))
 
     async def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         number = 0
@@ -145,6 +146,11 @@ class ResponsesAnswer:
 
 
 def _tool_choice(body: ResponsesBody) -> str | Event:
-    if isinstance(body.tool_choice, NamedTool):
-        return {"type": "function", "name": body.tool_choice.name}
-    return body.tool_choice or "auto"
+    match body.tool_choice:
+        case NamedTool(name):
+            return {"type": "function", "name": name}
+        case AllowedTools(names, required):
+            mode = "required" if required else "auto"
+            return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": n} for n in names]}
+        case choice:
+            return choice or "auto"

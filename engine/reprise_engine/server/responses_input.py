@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from reprise_engine.server.protocol import Body, NotSupported, refuse
-from reprise_engine.server.protocol_chat import ChatMessageBody
+from reprise_engine.server.protocol_chat import HARMLESS_IN_PARTS, ChatMessageBody
 from reprise_engine.server.protocol_tools import CalledFunctionBody, FunctionName, ToolCallBody
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -26,6 +26,9 @@ def _part(part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise refuse("input", f"A content part of type {kind!r} needs a string in its field text.")
+    unknown = next((name for name in part if name not in ("type", "text", "logprobs", *HARMLESS_IN_PARTS)), None)
+    if unknown is not None:
+        raise refuse("input", f"Unknown field {unknown!r} in a content part of type {kind!r}.")
     return text
 
 

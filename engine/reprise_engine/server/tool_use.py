@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reprise_engine.errors import RequestError
 from reprise_engine.server.protocol_chat import ChatCompletionBody
-from reprise_engine.server.protocol_tools import NamedTool, ToolBody
+from reprise_engine.server.protocol_tools import AllowedTools, NamedTool, ToolBody
 from reprise_engine.server.state import Loaded
 
 
@@ -16,8 +16,12 @@ class ToolUse:
     """Whether tool calls are looked for in the answer."""
     single: bool = False
     """Whether the answer ends with the first call."""
-    forced: tuple[ToolBody, ...] = ()
-    """One of these must be called."""
+    allowed: tuple[ToolBody, ...] = ()
+    """These may be called."""
+    limited: bool = False
+    """Whether the model sees others besides, so that nothing but a grammar keeps it from calling them."""
+    forced: bool = False
+    """Whether one must be called."""
     forbidden: bool = False
     """Whether the model sees tools, and must not call them."""
 
@@ -36,16 +40,23 @@ def tool_use(model: Loaded, body: ChatCompletionBody) -> ToolUse:
             "the server with --tool-call-parser hermes.",
             param="tools",
         )
-    if choice == "auto" and not model.auto_tool_choice:
+    required = choice == "required" or isinstance(choice, NamedTool)
+    names = {tool.function.name for tool in tools}
+    if isinstance(choice, AllowedTools):
+        required, names = choice.required, set(choice.names)
+    elif isinstance(choice, NamedTool):
+        names = {choice.name}
+    if not required and not model.auto_tool_choice:
         raise RequestError(
             'tool_choice "auto" is switched off on this server (--no-enable-auto-tool-choice); send "none", "required" '
             "or a function.",
             param="tool_choice",
         )
-    named = isinstance(choice, NamedTool)
-    forced = tuple(tool for tool in tools if not named or tool.function.name == choice.name)  # type: ignore[union-attr]
+    allowed = tuple(tool for tool in tools if tool.function.name in names)
     return ToolUse(
         parses=True,
-        single=named or body.parallel_tool_calls is False,
-        forced=() if choice == "auto" else forced,
+        single=isinstance(choice, NamedTool) or body.parallel_tool_calls is False,
+        allowed=allowed,
+        limited=len(allowed) < len(tools),
+        forced=required,
     )

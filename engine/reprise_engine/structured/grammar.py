@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import llguidance
 
@@ -16,6 +17,8 @@ _NO_MESSAGE = ("NoExtension", "NoExtensionBias")
 """llguidance's words for a grammar that nothing fits."""
 _VERBOSE = re.compile(r"<(state|non-verbose)\b.*", re.DOTALL)
 """After its message, llguidance prints the parser's state, or that it does not."""
+_EXCERPT = re.compile(r"^ *\d+ \| .*", re.DOTALL | re.MULTILINE)
+"""And before that, lines of the grammar, which is not always the client's own."""
 
 
 def grammar_of(structured: StructuredOutput) -> str:
@@ -28,10 +31,17 @@ def grammar_of(structured: StructuredOutput) -> str:
                 return _of_schema(_ANY_OBJECT)
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(structured.text)
-            case "choice" | "grammar":
+            case "choice":
+                return _of_choices(json.loads(structured.text))
+            case "grammar":
                 return llguidance.grammar_from(structured.kind, structured.text)
     except (ValueError, TypeError) as error:
         raise refused(structured, str(error)) from error
+
+
+def _of_choices(choices: Sequence[str]) -> str:
+    """One token of Lark's: as alternatives of a rule, more than some 2,000 are too many for the parser."""
+    return f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}\n"
 
 
 def _of_schema(schema: str) -> str:
@@ -42,7 +52,7 @@ def _of_schema(schema: str) -> str:
 def refused(structured: StructuredOutput, complaint: str) -> RequestError:
     """The complaint about a grammar, naming the field it came from."""
     what = "The JSON schema" if structured.kind == "json" else f"The {structured.kind}"
-    reason = " ".join(_VERBOSE.sub("", complaint).split())
+    reason = " ".join(_EXCERPT.sub("", _VERBOSE.sub("", complaint)).split())
     if not reason or reason in _NO_MESSAGE:
         reason = "no text fits it"
     if len(reason) > _LONGEST_COMPLAINT:

@@ -39,7 +39,7 @@ class GrammarFunction:
     def schema(self) -> Mapping[str, Any]:
         if not self.checked:
             return _ANY_ARGUMENTS
-        return _NO_ARGUMENTS if self.parameters is None else self.parameters
+        return _NO_ARGUMENTS if self.parameters is None else {**_ANY_ARGUMENTS, **self.parameters}
 
 
 class AnswerGrammar:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Depends, Request
 from reprise_engine.server import pinning
 from reprise_engine.server.errors import ApiError
 from reprise_engine.server.isolation import request_api_key
+from reprise_engine.server.json_route import JsonRoute
 from reprise_engine.server.protocol_admin import PinBody, ResetBody
 from reprise_engine.server.state import Model, State
 
@@ -33,7 +34,7 @@ def _needs_api_keys(request: Request) -> None:
         )
 
 
-router = APIRouter(prefix="/v1/admin/prefix_cache", dependencies=[Depends(_needs_api_keys)])
+router = APIRouter(prefix="/v1/admin/prefix_cache", dependencies=[Depends(_needs_api_keys)], route_class=JsonRoute)
 
 
 @router.get("")

@@ -11,13 +11,14 @@ from reprise_engine.server import prepare
 from reprise_engine.server.answer_form import answer_form
 from reprise_engine.server.chat_answer import ChatAnswer
 from reprise_engine.server.chat_prompt import render_chat
+from reprise_engine.server.json_route import JsonRoute
 from reprise_engine.server.parsed_answer import ParsedChoices
 from reprise_engine.server.protocol_chat import ChatCompletionBody
 from reprise_engine.server.respond import respond, wants_usage
 from reprise_engine.server.state import Model, State
 from reprise_engine.server.tool_use import tool_use
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -28,7 +29,7 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
     chat = await render_chat(model, body, effort=body.reasoning_effort)
     generations = await prepare.chat_generations(
         *(model, state, request, body, chat.token_ids),
-        structured=answer_form(model, body, chat.start, use),
+        structured=answer_form(model, body.structured, chat.start, use),
         forbid_calls=use.forbidden,
         arrival_time=arrival_time,
     )

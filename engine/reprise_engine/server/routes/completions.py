@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from reprise_engine.request import TokenId, TokenLogprobs
 from reprise_engine.server import prepare
 from reprise_engine.server.generation import Generation, Generations
+from reprise_engine.server.json_route import JsonAnswer, JsonRoute
 from reprise_engine.server.logprobs import CompletionLogprobs, join_completion_logprobs
 from reprise_engine.server.protocol import CompletionBody
 from reprise_engine.server.respond import Deltas, choice_ids, prompt_logprobs_of, respond, wants_usage
@@ -20,7 +21,7 @@ from reprise_engine.server.state import Loaded, Model, State
 from reprise_engine.server.streaming import event
 from reprise_engine.text import TextDelta
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions."""
@@ -47,6 +48,7 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
         max_tokens=body.max_tokens,
         default_max_tokens=default,
         logprobs=body.logprobs,
+        structured=body.structured,
         arrival_time=arrival_time,
     )
     answer = _CompletionAnswer(
@@ -133,7 +135,7 @@ class _CompletionAnswer:
             choice.update(choice_ids(self._body, token_ids[index]))
             choice.update(await prompt_logprobs_of(self._model, self._body, scored))
         usage = self._generations.usage().as_json()
-        return JSONResponse(self._head | {"choices": choices, "usage": usage, "system_fingerprint": None})
+        return JsonAnswer(self._head | {"choices": choices, "usage": usage, "system_fingerprint": None})
 
     async def stream(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         continuous = self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats

@@ -12,6 +12,7 @@ from reprise_engine.errors import RequestError
 from reprise_engine.server import prepare
 from reprise_engine.server.answer_form import answer_form
 from reprise_engine.server.chat_prompt import render_chat
+from reprise_engine.server.json_route import JsonRoute
 from reprise_engine.server.parsed_answer import ParsedChoices
 from reprise_engine.server.protocol_responses import ResponsesBody
 from reprise_engine.server.respond import respond
@@ -19,14 +20,12 @@ from reprise_engine.server.responses_answer import ResponsesAnswer
 from reprise_engine.server.state import Model, State
 from reprise_engine.server.tool_use import tool_use
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _OWN_NAMES: Mapping[str | None, str] = {
     "messages": "input",
     "prompt": "input",
-    "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
 }
 """Of fields that a chat completion has another name for."""
 
@@ -41,8 +40,9 @@ async def responses(request: Request, body: ResponsesBody, state: State, model: 
         chat = await render_chat(model, chat_body, effort=chat_body.reasoning_effort)
         generations = await prepare.chat_generations(
             *(model, state, request, chat_body, chat.token_ids),
-            structured=answer_form(model, chat_body, chat.start, use),
+            structured=answer_form(model, body.form.structured, chat.start, use),
             forbid_calls=use.forbidden,
+            max_tokens_field="max_output_tokens",
             arrival_time=arrival_time,
         )
     except RequestError as error:
