@@ -375,10 +375,13 @@ def _check_mask(call: Arguments, geometry: _Geometry) -> None:
         )
         rules.MASK_TRIANGLE.require(torch.equal(mask.reshape(2048, 2048).bool(), _triangle()), "it is not")
         return
-    rows = [geometry.batch] if geometry.queries == 1 and len(shape) == 2 else [geometry.queries]
-    wanted = [*rows, _key_room(call, geometry)]
+    wanted = [
+        geometry.batch if geometry.queries == 1 and len(shape) == 2 else geometry.queries,
+        _key_room(call, geometry),
+    ]
     covers = len(shape) in (2, 3, 4) and all(have >= want for have, want in zip(shape[-2:], wanted, strict=True))
-    rules.MASK_COVERS.require(covers and set(shape[:-2]) <= {1, geometry.batch}, f"{shape}, wanted {wanted}")
+    by_row = len(shape) != 2 or geometry.queries > 1 or shape[0] == geometry.batch
+    rules.MASK_COVERS.require(covers and by_row and set(shape[:-2]) <= {1, geometry.batch}, f"{shape}, wanted {wanted}")
 
 
 @functools.cache
