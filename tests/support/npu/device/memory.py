@@ -31,9 +31,9 @@ class DeviceMemory:
             return
         total, taken, free = (f"{b / GIB:.2f} GiB" for b in (self.total, self.allocated, max(self.free, 0)))
         raise torch.OutOfMemoryError(
-            f"NPU out of memory. Tried to allocate {size / GIB:.2f} GiB (NPU 0; {total} total capacity; {taken} "
-            f"already allocated; {taken} current active; {free} free; {taken} reserved in total by PyTorch) If reserved memory "
-            "is >> allocated memory try setting max_split_size_mb to avoid fragmentation."
+            f"NPU out of memory. Tried to allocate {size / GIB:.2f} GiB (NPU 0; {total} total capacity; "
+            f"{taken} already allocated; {taken} current active; {free} free; {taken} reserved in total by PyTorch) "
+            "If reserved memory is >> allocated memory try setting max_split_size_mb to avoid fragmentation."
         )
 
     def hold(self, owner: torch.Tensor, raw: torch.Tensor) -> None:

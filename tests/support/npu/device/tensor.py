@@ -37,29 +37,35 @@ class NpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> NpuTensor:
-        made: NpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch leaves it untyped
-            cls,
-            raw.size(),
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            layout=raw.layout,
-            device=torch.device("npu", 0),
-            requires_grad=False,
-        )
+        # Never an inference tensor, also in inference mode: a view of a plain tensor must be one.
+        with torch.inference_mode(False):
+            made: NpuTensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                raw.size(),
+                strides=raw.stride(),
+                storage_offset=raw.storage_offset(),
+                dtype=raw.dtype,
+                layout=raw.layout,
+                device=torch.device("npu", 0),
+                requires_grad=False,
+            )
         made.raw = raw
         cls.state.memory.hold(made, raw)
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without func
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def tolist(self) -> Any:
+        """torch refuses it to subclasses; a device's tensor copies its values to the host."""
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]  # the superclass's further argument is its own affair
         return f"{self.raw!r} on npu:0"
 
 
@@ -147,7 +153,11 @@ def factories(memory: DeviceMemory) -> dict[str, Callable[..., torch.Tensor]]:
         raw_of(target).copy_(raw_of(source))
         return target
 
-    made = {"empty.memory_format": empty, "empty_strided": empty_strided, "_copy_from": copy_from}
+    made: dict[str, Callable[..., torch.Tensor]] = {
+        "empty.memory_format": empty,
+        "empty_strided": empty_strided,
+        "_copy_from": copy_from,
+    }
     # Of these torch makes an empty tensor that the kernel resizes, which a device tensor cannot follow.
     return made | {name: functools.partial(_on_cpu, name) for name in _RESIZED}
 
