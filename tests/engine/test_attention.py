@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +14,6 @@ from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, L
 from reprise_engine.attention.cpu import CPUAttention, group_by_length
 from reprise_engine.attention.npu import NPUAttention
 from reprise_engine.attention.reference import ReferenceAttention
-from tests.support.npu import WheelMissing, npu_operators
 
 HEAD_DIM = 16
 SCALE = 0.3
@@ -138,22 +135,12 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 @pytest.fixture(params=["reference", "cpu", "npu"])
-def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "npu":
         # In float32, which no NPU has, so that one tolerance holds for all backends.
-        with npu_emulation():
-            yield NPUAttention(torch.device("cpu"))
-    else:
-        yield ReferenceAttention() if request.param == "reference" else CPUAttention()
-
-
-@contextmanager
-def npu_emulation() -> Iterator[None]:
-    try:
-        with npu_operators(also_float32=True):
-            yield
-    except WheelMissing as missing:
-        pytest.skip(str(missing))
+        request.getfixturevalue("float32_npu")
+        return NPUAttention(torch.device("cpu"))
+    return ReferenceAttention() if request.param == "reference" else CPUAttention()
 
 
 def fitting(backend: AttentionBackend, case: Case) -> Case:

@@ -9,22 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.npu import WheelMissing
 from tests.support.npu.device.generate import generate
 from tests.support.npu.device.process import npu_environment
-from tests.support.npu.schemas import npu_schemas
 from tests.support.tiny_models import tiny_model_path
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024**2
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _wheel() -> None:
-    try:
-        npu_schemas()
-    except WheelMissing as missing:
-        pytest.skip(str(missing))
+pytestmark = pytest.mark.usefixtures("npu_wheel")
 
 
 def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,7 @@
-"""The emulated operators: the vendor's schemas and meta functions hold, and they compute what is documented.
-
-Attention is compared with torch's own kernel over contiguous keys and an explicit mask; the rest with its formula.
-"""
+"""Emulated attention and caches against torch's own kernel over contiguous keys with an explicit mask."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -18,173 +13,9 @@ from hypothesis import strategies as st
 
 from tests.engine import npu_calls as calls
 from tests.engine.npu_calls import HALF, half, ints
-from tests.support.npu import NotSupportedByNpu, WheelMissing, npu_operators
-from tests.support.npu.fused_attention import Arguments
-from tests.support.npu.meta import meta_functions
-from tests.support.npu.operators import IMPLEMENTATIONS
-from tests.support.npu.schemas import (
-    ATB_LIBRARY,
-    ATB_SCHEMAS,
-    NPU_NAMES,
-    TORCH_NPU_LIBRARY,
-    Schema,
-    all_schemas,
-    atb_evidence,
-    find_schemas,
-    npu_schemas,
-)
-from tests.support.npu.wheel import read
+from tests.support.npu import NotSupportedByNpu, npu_operators
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _wheel() -> None:
-    try:
-        npu_schemas()
-    except WheelMissing as missing:
-        pytest.skip(str(missing))
-
-
-@pytest.fixture
-def npu() -> Iterator[Any]:
-    """`torch.ops.npu` of an A2."""
-    with npu_operators():
-        yield torch.ops.npu
-
-
-@pytest.fixture
-def exact() -> Iterator[Any]:
-    """The same, in float32 too."""
-    with npu_operators(also_float32=True):
-        yield torch.ops.npu
-
-
-# --- schemas
-
-
-def test_the_kept_schemas_are_the_wheels() -> None:
-    assert [schema.text for schema in npu_schemas()] == find_schemas(read(TORCH_NPU_LIBRARY), NPU_NAMES)
-
-
-def test_the_wheel_bears_out_atbs_schemas_and_would_show_a_wrong_one() -> None:
-    library = read(ATB_LIBRARY)
-    assert [atb_evidence(schema, library) for schema in ATB_SCHEMAS] == [[], [], []]
-    reshape = ATB_SCHEMAS[0]
-    renamed = Schema(reshape.namespace, reshape.text.replace("slot_indices", "slot_mapping"), reshape.source)
-    assert atb_evidence(renamed, library) == ["'ensor slot_mappi' is not among the library's constants"]
-
-
-def test_a_schema_that_is_not_there_once_is_an_error() -> None:
-    with pytest.raises(LookupError, match="has 0 schemas of npu_nothing, not one"):
-        find_schemas(b"\0npu_something(Tensor x) -> Tensor\0", ["npu_nothing"])
-
-
-@pytest.mark.parametrize("schema", [pytest.param(name, id=name) for name in IMPLEMENTATIONS])
-def test_an_implementation_has_its_schemas_arguments(schema: str) -> None:
-    """torch leaves out arguments that equal the schema's default, so ours must be the same."""
-    (parsed,) = (found.parsed() for found in all_schemas() if found.name == schema)
-    function = Arguments if schema == "npu_fused_infer_attention_score" else IMPLEMENTATIONS[schema]
-    ours = [p for p in inspect.signature(function).parameters.values() if p.name != "machine"]
-    assert len(ours) == len(parsed.arguments)
-    for own, theirs in zip(ours, parsed.arguments, strict=True):
-        default = inspect.Parameter.empty if not theirs.has_default_value() else theirs.default_value
-        assert own.default == default, theirs.name
-        if theirs.kwarg_only:
-            assert own.name == theirs.name
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"kv_lens": [20, 130]}, id="unknown keyword"),
-        pytest.param({"actual_seq_lengths_kv": torch.tensor([20.0, 130.0])}, id="float lengths"),
-        pytest.param({"actual_seq_lengths_kv": 130}, id="one length, not a list"),
-        pytest.param({"num_heads": 4.0}, id="float for int"),
-        pytest.param({"input_layout": None}, id="None for str"),
-        pytest.param({"atten_mask": [[0]]}, id="list for tensor"),
-    ],
-)
-def test_a_call_that_the_schema_does_not_allow_fails(npu: Any, changes: dict[str, Any]) -> None:
-    with pytest.raises((RuntimeError, TypeError), match="npu_fused_infer_attention_score"):
-        npu.npu_fused_infer_attention_score(**calls.paged(**changes))
-
-
-def test_a_keyword_only_argument_is_not_taken_by_position(npu: Any) -> None:
-    call = calls.scatter()
-    cache_mode = call.pop("cache_mode")
-    with pytest.raises(RuntimeError, match="npu_scatter_pa_kv_cache"):
-        npu.npu_scatter_pa_kv_cache(*call.values(), None, None, None, cache_mode)
-
-
-def test_the_operators_are_gone_after_the_context() -> None:
-    with npu_operators():
-        assert hasattr(torch.ops.npu, "npu_swiglu")
-    assert not hasattr(torch.ops.npu, "npu_swiglu")
-    assert not hasattr(torch.ops.atb, "_npu_paged_attention")
-    with npu_operators("310P"), pytest.raises(NotSupportedByNpu, match="FIA-CHIP"):
-        torch.ops.npu.npu_fused_infer_attention_score(**calls.paged())
-
-
-def test_what_is_not_emulated_says_so(npu: Any) -> None:
-    with pytest.raises(NotImplementedError, match="not emulated: query_rope, input_layout TND"):
-        npu.npu_fused_infer_attention_score(**calls.paged(query_rope=half(4, 4, 64)))
-
-
-# --- the wheel's meta functions
-
-
-META_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(("npu_fused_infer_attention_score", calls.paged(softmax_lse_flag=lse)) for lse in (False, True)),
-    ("npu_fused_infer_attention_score", calls.unpaged(softmax_lse_flag=True)),
-    *(
-        ("npu_fused_infer_attention_score", calls.rows(layout, softmax_lse_flag=True))
-        for layout in ("BSH", "BSND", "BNSD", "BNSD_BSND")
-    ),
-    *(("npu_attention_update", calls.update(update_type=kind)) for kind in (0, 1)),
-    ("npu_rms_norm", calls.norm()),
-    ("npu_rms_norm", calls.norm(input=half(2, 3, 4, 8), gamma=half(4, 8))),
-    ("npu_add_rms_norm", calls.add_norm()),
-    ("npu_swiglu", {"input": half(3, 4, 64)}),
-    ("npu_swiglu", {"input": half(3, 4, 64), "dim": 1}),
-    ("npu_rotary_mul", calls.rotary()),
-    ("npu_quantize", calls.quantize()),
-    ("npu_quantize", calls.quantize(scales=torch.ones(1), zero_points=None, dtype=torch.quint8, div_mode=True)),
-    ("npu_dynamic_quant", {"input": half(3, 4, 32)}),
-    ("npu_quant_matmul", calls.matmul()),
-    ("npu_quant_matmul", calls.matmul(x1=torch.ones(2, 5, 32, dtype=torch.int8), output_dtype=torch.float16)),
-    ("npu_quant_matmul", calls.matmul(pertoken_scale=None, output_dtype=None)),
-    ("npu_scatter_pa_kv_cache", calls.scatter()),
-)
-# Renamed between schema and meta function, where the call is by position.
-_POSITIONAL = ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_quantize", "npu_dynamic_quant")
-
-
-@pytest.mark.parametrize(("name", "call"), META_CALLS)
-def test_shapes_and_dtypes_are_the_meta_functions(npu: Any, name: str, call: dict[str, Any]) -> None:
-    ours = getattr(npu, name)(**call)
-    call = {key: _on_meta(value) for key, value in call.items()}
-    first = [call.pop("input")] if name in _POSITIONAL else []
-    if name in ("npu_rotary_mul",):
-        first += [call.pop("r1"), call.pop("r2")]
-    theirs = meta_functions()[name](*first, **call)
-    assert _shapes(ours) == _shapes(theirs)
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return [_on_meta(part) for part in value]
-    if isinstance(value, torch.dtype):
-        return {torch.float16: 5, torch.bfloat16: 15, torch.qint8: 12, torch.quint8: 13}[value]
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _shapes(results: Any) -> list[tuple[list[int], torch.dtype]]:
-    if results is None:
-        return []
-    tensors = [results] if isinstance(results, torch.Tensor) else list(results)
-    return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
-# --- attention
+pytestmark = pytest.mark.usefixtures("npu_wheel")
 
 
 def expected_attention(
@@ -366,14 +197,14 @@ def test_blocks_may_be_shared(npu: Any) -> None:
     assert out.isfinite().all()
 
 
-def test_two_calls_merged_by_their_sums_are_one(exact: Any) -> None:
+def test_two_calls_merged_by_their_sums_are_one(float32_npu: Any) -> None:
     """A shared prefix of 40 keys without a mask, the own keys causally; a third part has no keys at all."""
     q = torch.randn(6, 4, 16)
     keys, values = torch.randn(2, 50, 2, 16).unbind()
     common: dict[str, Any] = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.25, "input_layout": "TND"}
 
     def part(columns: slice, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = exact.npu_fused_infer_attention_score(
+        out, lse = float32_npu.npu_fused_infer_attention_score(
             q,
             keys[columns],
             values[columns],
@@ -389,15 +220,12 @@ def test_two_calls_merged_by_their_sums_are_one(exact: Any) -> None:
     parts = [part(slice(0, 40)), part(slice(40, 50), **causal), part(slice(0, 0))]
     assert not parts[2][0].any()
     assert (parts[2][1] == float("inf")).all()
-    merged, sums = exact.npu_attention_update([lse for _, lse in parts], [out for out, _ in parts], 1)
+    merged, sums = float32_npu.npu_attention_update([lse for _, lse in parts], [out for out, _ in parts], 1)
     whole, lse = part(slice(0, 50), **causal)
     torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(sums, lse, atol=1e-5, rtol=1e-5)
-    _, undefined = exact.npu_attention_update([parts[0][1]], [parts[0][0]], 0)
+    _, undefined = float32_npu.npu_attention_update([parts[0][1]], [parts[0][0]], 0)
     assert undefined.isnan().all()
-
-
-# --- the cache
 
 
 @pytest.mark.parametrize("mode", ["Norm", "PA_NZ"])
@@ -434,9 +262,6 @@ def test_gathered_sequences_stand_one_after_another(npu: Any, cumulative: bool) 
     for name in ("key", "value"):
         cache = call[f"{name}_cache"]
         assert torch.equal(call[name], torch.cat([cache[2], cache[0, :2], cache[1, :7]]))
-
-
-# --- 310P
 
 
 @pytest.mark.parametrize("chip", ["310P", "910B"])
@@ -481,85 +306,3 @@ def test_formats_belong_to_storages(npu: Any) -> None:
     assert (made.shape, made.dtype) == (torch.Size((4, 2, 16)), HALF)
     cast = npu.npu_format_cast(made, 2)
     assert [npu.get_npu_format(tensor) for tensor in (made, made[1], cast, half(2))] == [29, 29, 2, 2]
-
-
-# --- norms, activation, positions, int8
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_norms_are_their_formula(npu: Any, dtype: torch.dtype) -> None:
-    x, residual, gamma = (torch.randn(*shape).to(dtype) for shape in ((3, 5, 32), (3, 5, 32), (32,)))
-    out, rstd = npu.npu_rms_norm(x, gamma, 1e-5)
-    torch.testing.assert_close(out, F.rms_norm(x.float(), (32,), gamma.float(), 1e-5).to(dtype))
-    torch.testing.assert_close(rstd, 1 / (x.float().square().mean(-1, keepdim=True) + 1e-5).sqrt())
-    normed, _, total = npu.npu_add_rms_norm(x, residual, gamma, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, npu.npu_rms_norm(x + residual, gamma, 1e-5)[0])
-
-
-def test_swiglu_gates_the_second_half_with_the_first(npu: Any) -> None:
-    x = torch.randn(3, 8, 10)
-    torch.testing.assert_close(npu.npu_swiglu(x), F.silu(x[..., :5]) * x[..., 5:])
-    torch.testing.assert_close(npu.npu_swiglu(x, 1), F.silu(x[:, :4]) * x[:, 4:])
-
-
-@pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_rotary_turns_pairs_by_their_angle(npu: Any, mode: str) -> None:
-    """As multiplication of complex numbers."""
-    x = torch.randn(1, 5, 3, 32)
-    angles = torch.rand(1, 5, 1, 16) * 6
-    pairs = torch.complex(x[..., :16], x[..., 16:]) if mode == "half" else torch.view_as_complex(x.view(1, 5, 3, 16, 2))
-    turned = pairs * torch.polar(torch.ones(()), angles)
-    joined = torch.cat((turned.real, turned.imag), -1) if mode == "half" else torch.view_as_real(turned).flatten(-2)
-    full = torch.cat((angles, angles), -1) if mode == "half" else angles.repeat_interleave(2, -1)
-    torch.testing.assert_close(npu.npu_rotary_mul(x, full.cos(), full.sin(), mode), joined, atol=1e-5, rtol=1e-5)
-
-
-def test_rotary_by_a_matrix(npu: Any) -> None:
-    call = calls.rotary()
-    halves = torch.zeros(64, 64, dtype=HALF)
-    halves[32:, :32], halves[:32, 32:] = -torch.eye(32, dtype=HALF), torch.eye(32, dtype=HALF)
-    assert torch.equal(npu.npu_rotary_mul(**call, rotate=halves), npu.npu_rotary_mul(**call))
-
-
-def test_quantize_rounds_to_even_and_clamps(npu: Any) -> None:
-    x = torch.tensor([[0.5, 1.5, -2.5, 500.0]])
-    one = torch.ones(1)
-    assert npu.npu_quantize(x, one, None, torch.qint8, -1, False).tolist() == [[0, 2, -2, 127]]
-    assert npu.npu_quantize(x, 2 * one, 3 * one, torch.qint8, -1, False).tolist() == [[4, 6, -2, 127]]
-    divided = npu.npu_quantize(x, 2 * one, ints(3), torch.quint8, -1, True)
-    assert (divided.tolist(), divided.dtype) == ([[3, 4, 2, 253]], torch.uint8)
-
-
-def test_dynamic_quantisation_of_the_pages_example(npu: Any) -> None:
-    """torch_npu-npu_dynamic_quant.md, lines 72 to 83."""
-    x = torch.tensor([[0.7261, 0.3726, 0.9126], [0.9023, 0.9990, 0.1279], [0.8628, 0.6240, 0.9028]]).half()
-    quantised, scale = npu.npu_dynamic_quant(x)
-    assert quantised.tolist() == [[101, 52, 127], [115, 127, 16], [121, 88, 127]]
-    torch.testing.assert_close(scale, torch.tensor([0.0072, 0.0079, 0.0071]), atol=5e-5, rtol=0)
-    smoothed, _ = npu.npu_dynamic_quant(x, smooth_scales=torch.tensor([1.0, 1.0, 0.0]).half())
-    assert smoothed[:, 2].tolist() == [0, 0, 0]
-    assert npu.npu_dynamic_quant(torch.zeros(2, 3, dtype=HALF))[0].tolist() == [[0, 0, 0]] * 2
-
-
-def test_int8_matmul_is_exact_before_its_scales(npu: Any) -> None:
-    call = calls.matmul()
-    total = call["x1"].long() @ call["x2"].long()
-    scaled = total.float() * call["scale"] * call["pertoken_scale"].unsqueeze(-1)
-    torch.testing.assert_close(npu.npu_quant_matmul(**call), scaled.bfloat16())
-    bias = torch.arange(48, dtype=torch.int32)
-    whole = npu.npu_quant_matmul(**calls.matmul(pertoken_scale=None, output_dtype=torch.int32, bias=bias))
-    assert torch.equal(whole, (total + bias).int())
-    added = npu.npu_quant_matmul(**calls.matmul(bias=bias.float()))
-    torch.testing.assert_close(added, (scaled + bias).bfloat16())
-
-
-def test_a_scale_without_tokens_loses_its_low_bits(npu: Any) -> None:
-    """aclnnTransQuantParam keeps 19 bits of a float32: 1/3 becomes smaller by 2⁻¹³ or so, bfloat16 results aside."""
-    third = torch.full((48,), 1 / 3)
-    call = calls.matmul(scale=third, pertoken_scale=None)
-    whole = npu.npu_quant_matmul(**call)
-    cut = npu.npu_quant_matmul(**call | {"output_dtype": torch.float16})
-    total = (call["x1"].long() @ call["x2"].long()).float()
-    assert torch.equal(whole, (total * third).bfloat16())
-    assert torch.equal(cut, (total * 0.333251953125).half())
