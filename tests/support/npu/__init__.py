@@ -7,7 +7,8 @@
         torch.ops.atb._npu_paged_attention(…)     # ATB's are under `atb`, re-exported as torch_npu._npu_*
 
 Tensors stay on the CPU: the operators are registered for CPU tensors, so the backend under test is chosen by name and
-its device is "cpu". What a call may look like is checked three times: by torch's dispatcher against the schema (out of
+its device is "cpu". A device "npu" with `torch.npu`, memory that runs out and graphs is `device/`, for a process of its
+own. What a call may look like is checked three times: by torch's dispatcher against the schema (out of
 the wheel, `schemas.py`), by rules that each cite the vendor's sources (`rules.py`), and by a test against the wheel's
 own meta functions. A refused call raises `NotSupportedByNpu`, which carries its rule. What is not emulated raises
 NotImplementedError.
