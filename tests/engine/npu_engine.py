@@ -1,8 +1,8 @@
 """The engine core on the NPU backends and the emulated operators, and the judge of what it generates.
 
 The judge is plain transformers layers on the reference backend in float32, on the same rounded weights: at every
-position it computes the logits that follow prompt and output so far, and the engine's token must be the best one, up
-to what rounding to 16 bits can do.
+position it computes the logits that follow prompt and output so far, and the engine's token must be the best one. In
+float32, which only the emulation has, to the bit; else up to what rounding to 16 bits can do.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, tiny_model_path
 
 CPU = torch.device("cpu")
 BLOCK = 128
-TOLERANCE = 0.05
-"""Of the logits' standard deviation: how far below the best logit a token may be."""
+TOLERANCE = {torch.float32: 0.0, torch.float16: 0.05}
+"""How far below the best logit a token may be, in standard deviations of the logits."""
 
 
 def load(family: str, dtype: torch.dtype) -> LoadedModel:
@@ -93,14 +93,15 @@ def make_engine(
     family: str,
     chip: Chip,
     *,
+    dtype: torch.dtype = torch.float32,
     num_blocks: int = 16,
     max_num_batched_tokens: int = 512,
     caching: bool = True,
     host_slots: int = 0,
     backend: AttentionBackend | None = None,
 ) -> Engine:
-    """What core.py puts together for an NPU, on CPU tensors: float16, which both chips take."""
-    model = load(family, torch.float16)
+    """What core.py puts together for an NPU, on CPU tensors."""
+    model = load(family, dtype)
     fuse_npu_layers(model.module, chip=chip)
     if backend is None:
         backend = NPU310PAttention(CPU) if chip is Chip.P310 else NPUAttention(CPU)
@@ -116,7 +117,7 @@ def make_engine(
     )
     tiering = None
     if host_slots:
-        bytes_per_block = BLOCK * model.spec.kv_bytes_per_token(bytes_per_element=2)
+        bytes_per_block = BLOCK * model.spec.kv_bytes_per_token(bytes_per_element=dtype.itemsize)
         tiering = Tiering(
             HostSlots(host_slots),
             None,
@@ -147,10 +148,11 @@ def make_engine(
 class Judge:
     """Knows what a model says of any sequence."""
 
-    def __init__(self, family: str) -> None:
-        rounded = load(family, torch.float16)
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32) -> None:
+        rounded = load(family, dtype)
         cast(Any, rounded.module).float()
         self._model = replace(rounded, kv_dtype=torch.float32)
+        self._tolerance = TOLERANCE[dtype]
 
     def check(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Fails where a token of `output` is not what the model says after what precedes it."""
@@ -159,7 +161,7 @@ class Judge:
         best = logits_TV.max(dim=-1).values
         chosen = logits_TV.gather(1, torch.tensor(output).unsqueeze(1))[:, 0]
         short = (best - chosen) / logits_TV.std()
-        assert short.max() <= TOLERANCE, f"{tuple(output)} falls short of the best logits by {short.tolist()}"
+        assert short.max() <= self._tolerance, f"{tuple(output)} falls short of the best logits by {short.tolist()}"
 
     def check_all(self, prompts: Iterable[Sequence[int]], answers: Iterable[tuple[tuple[int, ...], int]]) -> None:
         for prompt, (output, _) in zip(prompts, answers, strict=True):

@@ -13,7 +13,7 @@ from reprise_engine.attention.npu import NPUAttention
 from reprise_engine.attention.npu_310p import NPU310PAttention
 from reprise_engine.errors import ConfigError
 from tests.engine.npu_scenes import Case, Scene, as_bskh, make_scene
-from tests.support.npu import emulated_npu
+from tests.support.npu import npu_operators
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -45,9 +45,15 @@ CASCADES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def operators() -> Iterator[None]:
-    with emulated_npu():
+@pytest.fixture
+def ascend_910b() -> Iterator[None]:
+    with npu_operators("910B"):
+        yield
+
+
+@pytest.fixture
+def ascend_310p() -> Iterator[None]:
+    with npu_operators("310P"):
         yield
 
 
@@ -64,16 +70,19 @@ def check(scene: Scene, backend: AttentionBackend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *WINDOWS], ids=lambda case: case.name)
+@pytest.mark.usefixtures("ascend_910b")
 def test_910b_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
     check(make_scene(case, dtype=dtype), NPUAttention(CPU))
 
 
+@pytest.mark.usefixtures("ascend_910b")
 def test_910b_takes_larger_blocks() -> None:
     check(make_scene(replace(CASES[5], block_size=256)), NPUAttention(CPU))
 
 
 @pytest.mark.parametrize("by_operator", [True, False])
 @pytest.mark.parametrize("case", CASCADES, ids=lambda case: case.name)
+@pytest.mark.usefixtures("ascend_910b")
 def test_a_prefix_read_once_gives_the_same(case: Case, by_operator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = torch.ops.npu.npu_fused_infer_attention_score
@@ -93,6 +102,7 @@ def test_a_prefix_read_once_gives_the_same(case: Case, by_operator: bool, monkey
     )
 
 
+@pytest.mark.usefixtures("ascend_910b")
 def test_a_prefix_that_saves_little_is_read_by_each() -> None:
     """The cascade's tables are never made, so blocks that are not shared do no harm."""
     scene = make_scene(Case("told wrong", ((1, 300), (1, 290))))
@@ -100,6 +110,7 @@ def test_a_prefix_that_saves_little_is_read_by_each() -> None:
     check(replace(scene, metadata=told_wrong), NPUAttention(CPU))
 
 
+@pytest.mark.usefixtures("ascend_910b")
 def test_the_plan_of_one_step_is_not_that_of_the_next() -> None:
     backend = NPUAttention(CPU, least_cascade_bytes=0)
     for case in (CASES[4], CASCADES[1], CASES[2], CASCADES[0]):
@@ -107,22 +118,25 @@ def test_the_plan_of_one_step_is_not_that_of_the_next() -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, *WINDOWS, *CASCADES], ids=lambda case: case.name)
+@pytest.mark.usefixtures("ascend_310p")
 def test_310p_equals_the_reference(case: Case) -> None:
     check(make_scene(case, layout=KVLayout.NZ), NPU310PAttention(CPU))
 
 
 @pytest.mark.parametrize("layout", KVLayout)
 def test_whole_blocks_are_copied_in_order(layout: KVLayout) -> None:
-    scene = make_scene(CASES[5], layout=layout)
-    backend = NPUAttention(CPU) if layout is KVLayout.BSKH else NPU310PAttention(CPU)
-    before = [as_bskh(pool, scene) for pool in (scene.kv.key_BSKH, scene.kv.value_BSKH)]
-    backend.copy_blocks(scene.kv, ((0, 1), (1, 2), (4, 3)))
-    for pool, old in zip((scene.kv.key_BSKH, scene.kv.value_BSKH), before, strict=True):
-        new = as_bskh(pool, scene)
-        for target, source in ((0, 0), (1, 0), (2, 0), (3, 4), (4, 4), (5, 5)):
-            assert torch.equal(new[target], old[source])
+    with npu_operators("310P" if layout is KVLayout.NZ else "910B"):
+        scene = make_scene(CASES[5], layout=layout)
+        backend = NPUAttention(CPU) if layout is KVLayout.BSKH else NPU310PAttention(CPU)
+        before = [as_bskh(pool, scene) for pool in (scene.kv.key_BSKH, scene.kv.value_BSKH)]
+        backend.copy_blocks(scene.kv, ((0, 1), (1, 2), (4, 3)))
+        for pool, old in zip((scene.kv.key_BSKH, scene.kv.value_BSKH), before, strict=True):
+            new = as_bskh(pool, scene)
+            for target, source in ((0, 0), (1, 0), (2, 0), (3, 4), (4, 4), (5, 5)):
+                assert torch.equal(new[target], old[source])
 
 
+@pytest.mark.usefixtures("ascend_310p")
 def test_310p_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reprise_engine.attention.npu_310p._OPERATORS", ("_npu_paged_attention", "_npu_gone"))
     with pytest.raises(ConfigError, match="An NPU 310P needs _npu_gone of CANN's NNAL package"):

@@ -6,26 +6,22 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+import torch
 
 from reprise_engine.attention.npu import NPUAttention
 from reprise_engine.attention.npu_chip import Chip
 from tests.engine.npu_engine import BLOCK, CPU, Judge, make_engine, prompt_of
-from tests.support.npu import emulated_npu
+from tests.support.npu import npu_operators
 
 FAMILIES = ("qwen2", "qwen2-sliding", "qwen3", "qwen3-moe", "llama")
+EMULATED = {Chip.A2: "910B", Chip.P310: "310P"}
 PROMPT = prompt_of(300, seed=1)
 """Two blocks and 44 tokens."""
 
 
-@pytest.fixture(autouse=True)
-def operators() -> Iterator[None]:
-    with emulated_npu():
-        yield
-
-
 @cache
-def judge(family: str) -> Judge:
-    return Judge(family)
+def judge(family: str, dtype: torch.dtype = torch.float32) -> Judge:
+    return Judge(family, dtype)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -34,9 +30,16 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=Chip)
-def chip(request: pytest.FixtureRequest) -> Chip:
-    assert isinstance(request.param, Chip)
-    return request.param
+def chip(request: pytest.FixtureRequest) -> Iterator[Chip]:
+    chip: Chip = request.param
+    with npu_operators(EMULATED[chip], also_float32=True):
+        yield chip
+
+
+@pytest.fixture
+def ascend_910b() -> Iterator[None]:
+    with npu_operators("910B", also_float32=True):
+        yield
 
 
 def test_cold_hit_and_partial_blocks(family: str, chip: Chip) -> None:
@@ -76,6 +79,7 @@ def test_the_preempted_go_on_where_they_were(chip: Chip) -> None:
     assert len(starts) > 3, "nobody was preempted"
 
 
+@pytest.mark.usefixtures("ascend_910b")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_prefix_shared_by_a_step_is_read_once(family: str) -> None:
     backend = NPUAttention(CPU, least_cascade_bytes=0)
@@ -103,6 +107,7 @@ def test_blocks_come_back_from_host_memory(chip: Chip) -> None:
     assert [load for step in engine.steps for load in step.loads], "nothing came up"
 
 
+@pytest.mark.usefixtures("ascend_910b")
 def test_the_judge_sees_a_wrong_block() -> None:
     """What all of these tests rest on: a token that the model would not say fails."""
     engine = make_engine("qwen3", Chip.A2)
@@ -110,3 +115,15 @@ def test_the_judge_sees_a_wrong_block() -> None:
     wrong = (*PROMPT[:BLOCK], *prompt_of(BLOCK, seed=12), *PROMPT[2 * BLOCK :])
     with pytest.raises(AssertionError, match="falls short of the best logits"):
         judge("qwen3").check(wrong, cold)
+
+
+@pytest.mark.parametrize("chip", Chip)
+def test_in_float16_the_tokens_are_the_reference_s_too(chip: Chip) -> None:
+    """Without float32, on what the hardware has: a turn of a conversation beside a prompt of its own."""
+    with npu_operators(EMULATED[chip]):
+        engine = make_engine("qwen3", chip, dtype=torch.float16, max_num_batched_tokens=150)
+        engine.generate([PROMPT])
+        prompts = [(*PROMPT[:290], *prompt_of(30, seed=13)), prompt_of(200, seed=14)]
+        answers = engine.generate(prompts, max_tokens=8)
+    judge("qwen3", torch.float16).check_all(prompts, answers)
+    assert [cached for _, cached in answers] == [290, 0]

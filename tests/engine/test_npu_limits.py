@@ -16,6 +16,7 @@ from reprise_engine.attention.npu_chip import Chip, chip_named
 from reprise_engine.attention.npu_limits import check_npu_flags, check_npu_model
 from reprise_engine.errors import ConfigError, UnsupportedModel
 from reprise_engine.runner.kv_cache import allocate_kv_cache
+from tests.support.npu import npu_operators
 
 CPU = torch.device("cpu")
 QWEN: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -110,16 +111,17 @@ def test_flags_that_the_operators_refuse_are_told_at_load() -> None:
 
 @pytest.mark.parametrize("layout", KVLayout)
 def test_a_layer_knows_its_blocks_in_every_layout(layout: KVLayout) -> None:
-    [layer] = allocate_kv_cache(
-        num_layers=1,
-        num_blocks=5,
-        block_size=128,
-        num_kv_heads=2,
-        head_dim=24,
-        dtype=torch.float16,
-        device=CPU,
-        layout=layout,
-    )
+    with npu_operators("310P"):
+        [layer] = allocate_kv_cache(
+            num_layers=1,
+            num_blocks=5,
+            block_size=128,
+            num_kv_heads=2,
+            head_dim=24,
+            dtype=torch.float16,
+            device=CPU,
+            layout=layout,
+        )
     assert (layer.num_blocks, layer.block_size) == (5, 128)
     assert layer.key_BSKH.shape == ((5, 128, 2, 24) if layout is KVLayout.BSKH else (5, 3, 128, 16))
     assert layer.key_BSKH.shape == layer.value_BSKH.shape
