@@ -48,9 +48,9 @@ class ModelRunner:
         # transformers leaves both untyped.
         self._decoder: nn.Module = model.module.get_decoder()  # type: ignore[no-untyped-call]
         self._head: nn.Module = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        num_blocks, self._block_size = kv[0].key_BSKH.shape[:2]
+        self._block_size = kv[0].block_size
         self._has_spare_block = has_spare_block
-        self._num_blocks = num_blocks - 1 if has_spare_block else num_blocks
+        self._num_blocks = kv[0].num_blocks - (1 if has_spare_block else 0)
         self._graphs: DecodeGraphs | None = None
 
     def capture_decode_graphs(
