@@ -47,7 +47,7 @@ def _scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
 ) -> None:
     assert cache_mode == "Norm", "an ND cache needs cache_mode 'Norm'"
-    assert slot_mapping.dtype == torch.int32
+    assert slot_mapping.dtype in (torch.int32, torch.int64)
     assert key.is_contiguous()
     assert key.dtype == key_cache.dtype
     block_size = key_cache.shape[1]

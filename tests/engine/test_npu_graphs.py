@@ -55,7 +55,7 @@ class Bench:
             dtype=model.kv_dtype,
             device=CPU,
         )
-        self.runner = ModelRunner(model, NPUAttention(CPU), self.kv, seed=0, has_spare_block=True)
+        self.runner = ModelRunner(model, NPUAttention(CPU), self.kv, seed=0, num_spare_blocks=1)
         self.sequences: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[int, ...]] = {}
 
@@ -178,18 +178,21 @@ def test_what_no_graph_is_for_is_run_eagerly() -> None:
     assert story(bench) == told_eagerly("qwen3")
     assert npu.replays == 4, "of the steps with one or two requests"
     bench.sequences["a"] += [5, 6]
-    bench.run(bench.part("a", start=len(bench.sequences["a"]) - 3), bench.part("b", start=len(bench.sequences["b"]) - 1))
+    starts = {"a": len(bench.sequences["a"]) - 3, "b": len(bench.sequences["b"]) - 1}
+    bench.run(*(bench.part(name, start=start) for name, start in starts.items()))
     assert npu.replays == 4, "two requests, but one of them has three tokens"
 
 
 def test_without_graphs_there_is_one_warning_and_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    npu = FakeNPU(capture_error=lambda _n: RuntimeError("capture_begin: error code is 207008\n Stream resources …"))
+    npu = FakeNPU(
+        capture_error=lambda _n: RuntimeError("capture_begin: error code is 107027.\n [Error]: The capture …")
+    )
     with caplog.at_level(logging.WARNING):
         assert bench.capture(npu) == ()
     (warning,) = caplog.messages
-    assert warning.startswith("Decode steps of any size run eagerly")
-    assert "error code is 207008 Stream resources" in warning
+    assert warning.startswith("Decode steps run eagerly, operator by operator: capturing a graph of 6 failed: ")
+    assert "error code is 107027. [Error] …" in warning
     assert warning.endswith("--enforce-eager says beforehand that none are wanted.")
     assert story(bench) == told_eagerly("qwen3")
     assert npu.replays == 0
@@ -216,6 +219,7 @@ def test_graphs_that_were_captured_stay_where_a_smaller_one_fails(
     npu = FakeNPU(capture_error=lambda number: RuntimeError(words) if number == 3 else None)
     assert bench.capture(npu) == (4, 6)
     (warning,) = caplog.messages
+    assert warning.startswith("Decode steps of fewer than 4 requests are padded to that: capturing a graph of 2 ")
     assert advice in warning
     assert "\n" not in warning
     assert story(bench) == told_eagerly("qwen3")

@@ -1,4 +1,4 @@
-"""`torch.npu`'s graphs on a CPU: what a capture launches is recorded operator by operator, and a replay launches it again.
+"""`torch.npu`'s graphs on a CPU: what a capture launches is recorded, operator by operator, and a replay does it again.
 
 As on the device a graph has fixed addresses (each operator writes where it wrote when it was captured) and frozen
 host arguments, among them the lengths of attention, until `update` sets them; what would wait for the device cannot be
@@ -55,8 +55,6 @@ class Recorder(TorchDispatchMode):
 
 
 class FakeNPUGraph:
-    """`capture_error` is raised by the capture, as by a device that refuses it."""
-
     def __init__(self, device: FakeNPU) -> None:
         self.graph_dispatch_mode = device.new_recorder()
         self.auto_dispatch_capture = False
@@ -106,13 +104,13 @@ class FakeNPU:
     streams: list[object] = field(default_factory=list)
     """Those that are current, innermost last."""
 
-    def NPUGraph(self) -> FakeNPUGraph:
+    def NPUGraph(self) -> FakeNPUGraph:  # noqa: N802  (torch_npu's name)
         return FakeNPUGraph(self)
 
     def graph_pool_handle(self) -> object:
         return self.pool
 
-    def Stream(self) -> object:
+    def Stream(self) -> object:  # noqa: N802  (torch_npu's name)
         return object()
 
     @contextmanager

@@ -13,7 +13,7 @@ from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
-from reprise_engine.runner.npu_graphs import DecodeGraphs, GraphCapturer, capture_decode_graphs
+from reprise_engine.runner.npu_graphs import DecodeGraphs, GraphCapturer, capture_decode_graphs, spare_blocks
 from reprise_engine.runner.transfer import KVTransfer
 from reprise_engine.sampler import mask_logits, sample
 from reprise_engine.step import Step, StepResult
@@ -36,9 +36,9 @@ class ModelRunner:
         seed: int,
         transfer: KVTransfer | None = None,
         grammars: Grammars | None = None,
-        has_spare_block: bool = False,
+        num_spare_blocks: int = 0,
     ) -> None:
-        """With `has_spare_block` the last block of `kv` is nobody's: padded rows of captured graphs are written there."""
+        """The last `num_spare_blocks` of `kv` are nobody's: padded rows of captured graphs are written there."""
         self._model = model
         self._backend = backend
         self._kv = kv
@@ -49,23 +49,23 @@ class ModelRunner:
         self._decoder: nn.Module = model.module.get_decoder()  # type: ignore[no-untyped-call]
         self._head: nn.Module = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._block_size = kv[0].block_size
-        self._has_spare_block = has_spare_block
-        self._num_blocks = kv[0].num_blocks - (1 if has_spare_block else 0)
+        self._num_blocks = kv[0].num_blocks - num_spare_blocks
         self._graphs: DecodeGraphs | None = None
 
     def capture_decode_graphs(
         self, capturer: GraphCapturer, sizes: tuple[int, ...], *, max_model_len: int
     ) -> DecodeGraphs | None:
-        """Decode steps of up to `max(sizes)` requests are replayed from now on. None where none could be captured; then,
-        and for the sizes that are missing, they go on being run eagerly. Needs a spare block."""
-        assert self._has_spare_block, "padded rows have no block of their own"
+        """Decode steps of up to `max(sizes)` requests are replayed from now on. None where no graph could be captured:
+        then they go on being run eagerly. Needs `spare_blocks(sizes, …)` of them."""
+        needed = spare_blocks(sizes, block_size=self._block_size)
+        assert self._kv[0].num_blocks - self._num_blocks >= needed, "padded rows have no slots of their own"
         self._graphs = capture_decode_graphs(
             self._decode,
             capturer,
             sizes,
             max_model_len=max_model_len,
             block_size=self._block_size,
-            spare_block=self._num_blocks,
+            first_spare=self._num_blocks,
             device=self._model.device,
         )
         return self._graphs
@@ -146,7 +146,7 @@ class ModelRunner:
             self._backend.copy_blocks(layer, copies)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """The last hidden states (T, D) of the step's tokens: of a decode step from a captured graph, where there is one."""
+        """The last hidden states (T, D) of the tokens of the step: a decode step is replayed where it was captured."""
         replayed = None if self._graphs is None else self._graphs.run(batch)
         if replayed is not None:
             return replayed

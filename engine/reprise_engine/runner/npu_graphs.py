@@ -7,13 +7,14 @@ sampling stay outside.
 
 Two things need care:
 
-- Lengths. `npu_fused_infer_attention_score` takes them as host integers, which a capture would freeze. They are set anew
-  at each replay, by torch_npu's own record of the operators of a graph (torch_npu 2.13.0, npu/graphs.py: `_GraphDispatchMode`
-  puts a task group around each and `NPUGraph.update` is graph_task_update_begin/end around a second call with other
-  lengths; vllm-ascend does the same by hand in compilation/acl_graph.py). A graph whose lengths could not be set anew
-  is never used.
-- Padding. A padded row is a request of one token whose KV is in the spare block: one that the pool's tensors have beyond
-  what the scheduler knows of, so no padded row can write where a request's KV is, or read it.
+- Lengths. `npu_fused_infer_attention_score` takes them as host integers, which a capture would freeze. They are set
+  anew at each replay, by torch_npu's own record of the operators of a graph (torch_npu 2.13.0, npu/graphs.py:
+  `_GraphDispatchMode` puts a task group around each, and `NPUGraph.update` is graph_task_update_begin/end around
+  another call with other lengths; vllm-ascend does so by hand, compilation/acl_graph.py). A graph whose lengths could
+  not be set anew is never used.
+- Padding. A padded row is a request of one token whose KV is in a spare block: the pool's tensors have as many of them
+  as padded rows may need slots, beyond the blocks that the scheduler knows of. So no padded row can write where a
+  request's KV is, or read it, and no two rows write to one slot.
 
 Axis letters are those of `attention/base.py`; D is the hidden size.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -61,8 +63,8 @@ class GraphCapturer(Protocol):
 class NPUGraphCapturer:
     """Captures by `torch.npu.NPUGraph`; all graphs of one capturer share a pool of memory, as only one runs at a time.
 
-    `npu` is the module torch.npu. `num_attentions` is how many attention operators a forward launches: as many must have
-    been recorded with their lengths.
+    `npu` is the module torch.npu. `num_attentions` is how many attention operators a forward launches: as many must
+    have been recorded with their lengths.
     """
 
     def __init__(self, npu: Any, *, num_attentions: int) -> None:
@@ -115,6 +117,27 @@ def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
+def wanted_sizes(
+    *, enforce_eager: bool, can_capture: bool, environment: Mapping[str, str], max_num_seqs: int
+) -> tuple[int, ...]:
+    """Sizes to capture on an NPU, () for eager steps only: asked for, or on a chip that cannot capture (310P), or where
+    operators are to be launched one by one, which no capture allows."""
+    if enforce_eager:
+        return ()
+    if not can_capture:
+        logger.info("decode steps run eagerly: this NPU captures no graphs")
+        return ()
+    if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        logger.info("decode steps run eagerly: ASCEND_LAUNCH_BLOCKING is 1")
+        return ()
+    return capture_sizes(max_num_seqs)
+
+
+def spare_blocks(sizes: tuple[int, ...], *, block_size: int) -> int:
+    """Blocks that padded rows of graphs of these sizes need."""
+    return -(-max(sizes, default=0) // block_size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffers:
     """What the captured graphs read and write: the first `size` rows of each, whichever graph runs.
@@ -127,34 +150,35 @@ class _Buffers:
     slot_mapping_T: torch.Tensor
     block_table_RM: torch.Tensor
     block_size: int
-    spare_block: int
+    first_spare: int
 
     @classmethod
     def allocate(
-        cls, rows: int, *, max_model_len: int, block_size: int, spare_block: int, device: torch.device
+        cls, rows: int, *, max_model_len: int, block_size: int, first_spare: int, device: torch.device
     ) -> _Buffers:
         buffers = cls(
             input_ids_1T=torch.zeros((1, rows), dtype=torch.int64, device=device),
             position_ids_1T=torch.zeros((1, rows), dtype=torch.int64, device=device),
             slot_mapping_T=torch.zeros(rows, dtype=torch.int64, device=device),
             block_table_RM=torch.full(
-                (rows, -(-max_model_len // block_size)), spare_block, dtype=torch.int32, device=device
+                (rows, -(-max_model_len // block_size)), first_spare, dtype=torch.int32, device=device
             ),
             block_size=block_size,
-            spare_block=spare_block,
+            first_spare=first_spare,
         )
         buffers.pad(0, rows)
         return buffers
 
     def pad(self, first: int, end: int) -> None:
-        """Makes rows [first, end) requests of one token in the spare block, each in a slot of its own while they last."""
+        """Makes rows [first, end) requests of one token in the spare blocks, each in a slot of its own."""
         if first == end:
             return
         self.input_ids_1T[:, first:end] = 0
         self.position_ids_1T[:, first:end] = 0
-        slots = torch.arange(end - first, device=self.slot_mapping_T.device) % self.block_size
-        self.slot_mapping_T[first:end] = self.spare_block * self.block_size + slots
-        self.block_table_RM[first:end, 0] = self.spare_block
+        start = self.first_spare * self.block_size
+        slots_T = torch.arange(start, start + end - first, device=self.slot_mapping_T.device)
+        self.slot_mapping_T[first:end] = slots_T
+        self.block_table_RM[first:end, 0] = slots_T // self.block_size
 
     def fill(self, batch: Batch) -> None:
         """Copies the batch to the first rows. Ids to the right of a table of its own are old ones, never read."""
@@ -211,48 +235,68 @@ def capture_decode_graphs(
     *,
     max_model_len: int,
     block_size: int,
-    spare_block: int,
+    first_spare: int,
     device: torch.device,
 ) -> DecodeGraphs | None:
     """Captures a graph for each of `sizes`, the largest first, so that the smaller ones fit the memory it has taken.
+    From block `first_spare` on the pool has `spare_blocks` of them.
 
-    Where one cannot be captured, that and all smaller ones are left out, with one warning; None where there is none.
+    Where one cannot be captured, neither it nor the smaller ones are there, with one warning: steps are padded to those
+    that are. None where there is none.
     """
     buffers = _Buffers.allocate(
-        max(sizes), max_model_len=max_model_len, block_size=block_size, spare_block=spare_block, device=device
+        max(sizes), max_model_len=max_model_len, block_size=block_size, first_spare=first_spare, device=device
     )
     graphs: dict[int, CapturedGraph] = {}
     hidden_RD: torch.Tensor | None = None
     with torch.inference_mode():
         for size in sorted(sizes, reverse=True):
-            # With as many keys as a request may have: the operator's workspace is then large enough for any.
-            metadata = buffers.metadata(size, kv_len=max_model_len)
             try:
+                # With as many keys as a request may have: the operator's workspace is then large enough for any.
+                step = _Step(forward, buffers, size, buffers.metadata(size, kv_len=max_model_len))
                 if hidden_RD is None:
-                    hidden_RD = torch.empty_like(_run(forward, buffers, size, metadata))
-
-                def step(size: int = size, metadata: AttentionMetadata = metadata, out: torch.Tensor = hidden_RD) -> None:
-                    out[:size].copy_(_run(forward, buffers, size, metadata))
-
-                graphs[size] = capturer.capture(step)
+                    hidden_RD = torch.empty_like(step.run())
+                graphs[size] = capturer.capture(partial(step.write, hidden_RD))
             except (RuntimeError, CannotCapture) as error:
-                logger.warning(
-                    "Decode steps of %s run eagerly, launched operator by operator: capturing a graph of %d failed: %s. "
-                    "%s",
-                    "any size" if not graphs else f"more than {max(graphs)} requests",
-                    size,
-                    " ".join(str(error).split())[:_CAUSE_LIMIT],
-                    _advice(error),
-                )
+                _warn(error, size, list(graphs))
                 break
     if hidden_RD is None or not graphs:
         return None
     return DecodeGraphs(graphs, buffers, hidden_RD)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is captured: the decoder on the first `size` rows of the buffers."""
+
+    forward: DecoderForward
+    buffers: _Buffers
+    size: int
+    metadata: AttentionMetadata
+
+    def run(self) -> torch.Tensor:
+        buffers = self.buffers
+        return self.forward(
+            buffers.input_ids_1T[:, : self.size], buffers.position_ids_1T[:, : self.size], self.metadata
+        )
+
+    def write(self, out_RD: torch.Tensor) -> None:
+        out_RD[: self.size].copy_(self.run())
+
+
 _CAUSE_LIMIT = 300
 _STREAMS = ("207008", "stream resources are insufficient", "insufficient_stream_resources")
 _OLD_DRIVER = ("alloc sq cq fail",)
+
+
+def _warn(error: Exception, size: int, captured: list[int]) -> None:
+    consequence = (
+        f"Decode steps of fewer than {min(captured)} requests are padded to that"
+        if captured
+        else "Decode steps run eagerly, operator by operator"
+    )
+    cause = " ".join(str(error).split())[:_CAUSE_LIMIT]
+    logger.warning("%s: capturing a graph of %d failed: %s. %s", consequence, size, cause.rstrip("."), _advice(error))
 
 
 def _advice(error: Exception) -> str:
@@ -263,7 +307,3 @@ def _advice(error: Exception) -> str:
     if any(sign in words for sign in _STREAMS):
         return "The device has no streams left: lower --max-num-seqs, so that fewer graphs are captured."
     return "--enforce-eager says beforehand that none are wanted."
-
-
-def _run(forward: DecoderForward, buffers: _Buffers, size: int, metadata: AttentionMetadata) -> torch.Tensor:
-    return forward(buffers.input_ids_1T[:, :size], buffers.position_ids_1T[:, :size], metadata)
