@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from reprise_engine.attention.npu import NPUAttention
-from reprise_engine.config import ModelConfig
+from reprise_engine.attention.npu_chip import Chip
+from reprise_engine.config import DType, ModelConfig
 from reprise_engine.models.loader import LoadedModel, load_model
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
-from reprise_engine.runner.npu_graphs import NPUGraphCapturer, capture_sizes
+from reprise_engine.runner.npu_graphs import NPUGraphCapturer, capture_sizes, spare_blocks, wanted_sizes
 from reprise_engine.step import BlockCopy, BlockId, ScheduledRequest, Step
-from tests.engine.npu_ops import npu_operators
 from tests.support.fake_npu_graphs import FakeNPU, Recorder
+from tests.support.npu.wheel import WheelMissing, read
+from tests.support.npu_device import NPUUnderTest
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model_path
 
-CPU = torch.device("cpu")
 BLOCK_SIZE = 128
 NUM_BLOCKS = 16
 MAX_MODEL_LEN = 384
@@ -29,22 +30,25 @@ SIZES = (1, 2, 4, 6)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def operators() -> Iterator[None]:
-    with npu_operators():
-        yield
-
-
 @cache
-def loaded(family: str) -> LoadedModel:
-    return load_model(ModelConfig(model=str(tiny_model_path(family)), dtype="float32"), device=CPU)
+def loaded(family: str, device: torch.device, dtype: DType) -> LoadedModel:
+    return load_model(ModelConfig(model=str(tiny_model_path(family)), dtype=dtype), device=device)
+
+
+def fake(npu: NPUUnderTest, **behaviour: Any) -> FakeNPU:
+    """A device that can be told how to behave."""
+    if npu.real:
+        pytest.skip("a real NPU does as it likes")
+    return FakeNPU(**behaviour)
 
 
 class Bench:
     """A runner on a pool of its own, and the sequences it has been given."""
 
-    def __init__(self, family: str = "qwen3") -> None:
-        model = loaded(family)
+    def __init__(self, npu: NPUUnderTest, family: str = "qwen3") -> None:
+        if npu.chip is Chip.P310:
+            pytest.skip("a 310P captures no graphs")
+        model = loaded(family, npu.device, npu.dtype)
         self.layers = model.spec.num_layers
         self.kv = allocate_kv_cache(
             num_layers=self.layers,
@@ -53,14 +57,14 @@ class Bench:
             num_kv_heads=model.spec.num_kv_heads,
             head_dim=model.spec.head_dim,
             dtype=model.kv_dtype,
-            device=CPU,
+            device=npu.device,
         )
-        self.runner = ModelRunner(model, NPUAttention(CPU), self.kv, seed=0, num_spare_blocks=1)
+        self.runner = ModelRunner(model, NPUAttention(npu.device), self.kv, seed=0, num_spare_blocks=1)
         self.sequences: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[int, ...]] = {}
 
-    def capture(self, npu: FakeNPU, sizes: tuple[int, ...] = SIZES) -> tuple[int, ...]:
-        capturer = NPUGraphCapturer(npu, num_attentions=self.layers)
+    def capture(self, device: Any, sizes: tuple[int, ...] = SIZES) -> tuple[int, ...]:
+        capturer = NPUGraphCapturer(device, num_attentions=self.layers)
         graphs = self.runner.capture_decode_graphs(capturer, sizes, max_model_len=MAX_MODEL_LEN)
         return () if graphs is None else graphs.sizes
 
@@ -107,8 +111,8 @@ def story(bench: Bench) -> dict[str, list[int]]:
 
 
 @cache
-def told_eagerly(family: str) -> dict[str, list[int]]:
-    return story(Bench(family))
+def told_eagerly(npu: NPUUnderTest, family: str = "qwen3") -> dict[str, list[int]]:
+    return story(Bench(npu, family))
 
 
 def test_the_sizes_are_vllms_and_end_with_the_most_that_may_run() -> None:
@@ -116,28 +120,50 @@ def test_the_sizes_are_vllms_and_end_with_the_most_that_may_run() -> None:
     assert capture_sizes(1) == (1,)
     assert capture_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert capture_sizes(300)[-6:] == (240, 248, 256, 272, 288, 300)
+    assert [spare_blocks(sizes, block_size=128) for sizes in ((), (1,), (1, 128), (1, 129))] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("enforce_eager", "can_capture", "blocking", "sizes"),
+    [
+        (False, True, "0", (1, 2, 4)),
+        (True, True, "0", ()),
+        (False, False, "0", ()),  # a 310P
+        (False, True, "1", ()),
+    ],
+)
+def test_when_graphs_are_wanted(enforce_eager: bool, can_capture: bool, blocking: str, sizes: tuple[int, ...]) -> None:
+    found = wanted_sizes(
+        enforce_eager=enforce_eager,
+        can_capture=can_capture,
+        environment={"ASCEND_LAUNCH_BLOCKING": blocking},
+        max_num_seqs=4,
+    )
+    assert found == sizes
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-sliding", "qwen3", "llama"])
-def test_the_same_tokens_with_and_without_graphs(family: str) -> None:
-    bench, npu = Bench(family), FakeNPU()
-    assert bench.capture(npu) == SIZES
-    assert story(bench) == told_eagerly(family)
-    assert npu.replays == 10, "every decode step, and not the prefill"
-    assert npu.updates[4] == {"actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": [131, 132]}
-    assert npu.updates[5] == {"actual_seq_lengths": [1, 2, 3, 4], "actual_seq_lengths_kv": [133, 132, 12, 1]}
-    assert npu.streams == [], "the capturing stream is nobody's afterwards"
+def test_the_same_tokens_with_and_without_graphs(npu: NPUUnderTest, family: str) -> None:
+    bench, device = Bench(npu, family), npu.graphs()
+    assert bench.capture(device) == SIZES
+    assert story(bench) == told_eagerly(npu, family)
+    if npu.real:
+        return
+    assert device.replays == 10, "every decode step, and not the prefill"
+    assert device.updates[4] == {"actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": [131, 132]}
+    assert device.updates[5] == {"actual_seq_lengths": [1, 2, 3, 4], "actual_seq_lengths_kv": [133, 132, 12, 1]}
+    assert device.streams == [], "the capturing stream is nobody's afterwards"
 
 
-def test_lengths_that_stayed_as_captured_would_be_noticed() -> None:
-    bench = Bench()
-    bench.capture(FakeNPU(forgets_updates=True))
-    assert story(bench) != told_eagerly("qwen3")
+def test_lengths_that_stayed_as_captured_would_be_noticed(npu: NPUUnderTest) -> None:
+    bench = Bench(npu)
+    bench.capture(fake(npu, forgets_updates=True))
+    assert story(bench) != told_eagerly(npu)
 
 
-def test_padded_rows_write_to_the_spare_block_alone() -> None:
-    bench, npu = Bench(), FakeNPU()
-    bench.capture(npu)
+def test_padded_rows_write_to_the_spare_block_alone(npu: NPUUnderTest) -> None:
+    bench = Bench(npu)
+    bench.capture(npu.graphs())
     bench.prefill(**PROMPTS)
     for layer in bench.kv:  # a value that no model computes, wherever nothing is to be written
         layer.key_BSKH[NUM_BLOCKS:].fill_(7.5)
@@ -149,54 +175,54 @@ def test_padded_rows_write_to_the_spare_block_alone() -> None:
         assert sorted(written) == sorted([*own, [NUM_BLOCKS, 0]])
 
 
-def test_the_spare_block_is_nobodys() -> None:
-    bench = Bench()
+def test_the_spare_block_is_nobodys(npu: NPUUnderTest) -> None:
+    bench = Bench(npu)
     bench.sequences["x"], bench.tables["x"] = [5], (NUM_BLOCKS,)
     with pytest.raises(ValueError, match=f"outside the pool of {NUM_BLOCKS} blocks"):
         bench.decode("x")
 
 
-def test_copies_of_a_step_are_done_before_the_replay() -> None:
+def test_copies_of_a_step_are_done_before_the_replay(npu: NPUUnderTest) -> None:
     """A decode into a copy of a shared block: the copy is part of the step, not of the graph."""
     told = []
     for graphs in (False, True):
-        bench = Bench()
+        bench = Bench(npu)
         if graphs:
-            bench.capture(FakeNPU())
+            bench.capture(npu.graphs())
         bench.prefill(a=40)
-        shared = bench.tables["a"][0]
-        bench.sequences["a"].append(9)
+        (shared, _) = bench.tables["a"]
         bench.tables["a"] = (12,)
-        bench.run(bench.part("a", start=41), copies=(BlockCopy(source=BlockId(shared), target=BlockId(12)),))
+        bench.run(bench.part("a", start=40), copies=(BlockCopy(source=BlockId(shared), target=BlockId(12)),))
         told.append(bench.sequences["a"])
     assert told[0] == told[1]
+    assert len(told[0]) == 42
 
 
-def test_what_no_graph_is_for_is_run_eagerly() -> None:
-    bench, npu = Bench(), FakeNPU()
-    assert bench.capture(npu, (1, 2)) == (1, 2)
-    assert story(bench) == told_eagerly("qwen3")
-    assert npu.replays == 4, "of the steps with one or two requests"
+def test_what_no_graph_is_for_is_run_eagerly(npu: NPUUnderTest) -> None:
+    bench, device = Bench(npu), fake(npu)
+    assert bench.capture(device, (1, 2)) == (1, 2)
+    assert story(bench) == told_eagerly(npu)
+    assert device.replays == 4, "of the steps with one or two requests"
     bench.sequences["a"] += [5, 6]
     starts = {"a": len(bench.sequences["a"]) - 3, "b": len(bench.sequences["b"]) - 1}
     bench.run(*(bench.part(name, start=start) for name, start in starts.items()))
-    assert npu.replays == 4, "two requests, but one of them has three tokens"
+    assert device.replays == 4, "two requests, but one of them has three tokens"
 
 
-def test_without_graphs_there_is_one_warning_and_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    npu = FakeNPU(
-        capture_error=lambda _n: RuntimeError("capture_begin: error code is 107027.\n [Error]: The capture …")
-    )
+def test_without_graphs_there_is_one_warning_and_the_same_tokens(
+    npu: NPUUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(npu)
+    device = fake(npu, capture_error=lambda _n: RuntimeError("capture_begin: error code is 107027.\n [Error] …"))
     with caplog.at_level(logging.WARNING):
-        assert bench.capture(npu) == ()
+        assert bench.capture(device) == ()
     (warning,) = caplog.messages
     assert warning.startswith("Decode steps run eagerly, operator by operator: capturing a graph of 6 failed: ")
     assert "error code is 107027. [Error] …" in warning
     assert warning.endswith("--enforce-eager says beforehand that none are wanted.")
-    assert story(bench) == told_eagerly("qwen3")
-    assert npu.replays == 0
-    assert npu.streams == []
+    assert story(bench) == told_eagerly(npu)
+    assert device.replays == 0
+    assert device.streams == []
 
 
 @pytest.mark.parametrize(
@@ -213,47 +239,79 @@ def test_without_graphs_there_is_one_warning_and_the_same_tokens(caplog: pytest.
     ],
 )
 def test_graphs_that_were_captured_stay_where_a_smaller_one_fails(
-    words: str, advice: str, caplog: pytest.LogCaptureFixture
+    npu: NPUUnderTest, words: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench()
-    npu = FakeNPU(capture_error=lambda number: RuntimeError(words) if number == 3 else None)
-    assert bench.capture(npu) == (4, 6)
+    bench = Bench(npu)
+    device = fake(npu, capture_error=lambda number: RuntimeError(words) if number == 3 else None)
+    assert bench.capture(device) == (4, 6)
     (warning,) = caplog.messages
     assert warning.startswith("Decode steps of fewer than 4 requests are padded to that: capturing a graph of 2 ")
     assert advice in warning
     assert "\n" not in warning
-    assert story(bench) == told_eagerly("qwen3")
-    assert npu.replays == 10, "smaller steps are padded further"
+    bench.prefill(a=7)
+    bench.decode("a")
+    assert bench.sequences["a"] == told_eagerly(npu)["a"][:9]
+    assert device.updates == [{"actual_seq_lengths": [1, 2, 3, 4], "actual_seq_lengths_kv": [8, 1, 1, 1]}]
 
 
-def test_a_forward_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
-    """Routing that asks on the host which experts have tokens."""
+def test_a_forward_that_waits_for_the_device_is_not_captured(
+    npu: NPUUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as routing that asks on the host which experts have tokens."""
+    device = fake(npu)
 
-    bench, npu = Bench(), FakeNPU()
-    decode = bench.runner._decode
+    def waiting() -> None:
+        assert torch.ones(1).item() == 1
 
-    def waiting(*arguments: torch.Tensor) -> torch.Tensor:
-        hidden_TD = decode(*arguments)  # type: ignore[arg-type]
-        assert hidden_TD.abs().sum().item() > 0
-        return hidden_TD
-
-    bench.runner._decode = waiting  # type: ignore[method-assign, assignment]
-    assert bench.capture(npu) == ()
-    assert "not permitted during NPU graph capture" in caplog.text
-    assert not npu.capturing, "the capture has been ended"
-    assert torch.ones(2).sum().item() == 2, "nothing records any more"
+    with pytest.raises(RuntimeError, match="not permitted during NPU graph capture"):
+        NPUGraphCapturer(device, num_attentions=0).capture(waiting)
+    assert not device.capturing, "the capture has been ended"
+    assert device.streams == []
+    waiting()  # nothing records any more
 
 
-def test_a_graph_whose_lengths_cannot_be_set_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_whose_lengths_cannot_be_set_is_not_used(npu: NPUUnderTest, caplog: pytest.LogCaptureFixture) -> None:
     class Blind(Recorder):
         """As a release of torch_npu that knows another operator."""
 
-        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self.graph_dispatch_records.clear()
             return result
 
-    bench = Bench()
-    assert bench.capture(FakeNPU(new_recorder=Blind)) == ()
+    bench = Bench(npu)
+    assert bench.capture(fake(npu, new_recorder=Blind)) == ()
     assert "of 3 attention operators 0 could be given other lengths" in caplog.text
-    assert story(bench) == told_eagerly("qwen3")
+    bench.prefill(a=7)
+    bench.decode("a")
+    assert bench.sequences["a"] == told_eagerly(npu)["a"][:9]
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        "class NPUGraph(",
+        "def update(self, cpu_update_input)",
+        "self.graph_dispatch_mode = ",
+        "self.auto_dispatch_capture = ",
+        "self.graph_dispatch_records = []",
+        "def capture_begin(self, pool=None,",
+        "def graph_pool_handle()",
+        "if key in record.kwargs:\n                        record.kwargs[key] = update_input[key]",
+        "graph_task_update_begin(self.update_stream, record.handle)",
+    ],
+)
+def test_torch_npu_has_what_capturing_rests_on(needed: str) -> None:
+    try:
+        source = read("torch_npu/npu/graphs.py").decode()
+    except WheelMissing as missing:
+        pytest.skip(str(missing))
+    assert needed in source
+
+
+def test_torch_npu_keeps_records_of_the_attention_operator() -> None:
+    try:
+        source = read("torch_npu/npu/_npugraph_handlers/ifa_handler.py").decode()
+    except WheelMissing as missing:
+        pytest.skip(str(missing))
+    assert '"npu_fused_infer_attention_score.default"' in source

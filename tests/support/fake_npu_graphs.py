@@ -62,10 +62,10 @@ class FakeNPUGraph:
 
     def capture_begin(self, pool: object = None) -> None:
         assert pool is self._device.pool
-        self._device.capturing = True
         self._device.captures += 1
         if error := self._device.capture_error(self._device.captures):
             raise error
+        self._device.capturing = True
 
     def capture_end(self) -> None:
         self._device.capturing = False
