@@ -6,13 +6,18 @@ sgl-project/sglang, G of gpustack/gpustack, C of Ascend/cann-container-image, M 
 
 from __future__ import annotations
 
+import logging
 import pickle
+from multiprocessing import Pipe
 
 import pytest
 
+from reprise_engine.config import EngineConfig, ModelConfig
 from reprise_engine.errors import ConfigError, DeviceError
+from reprise_engine.messages import Start, StartupFailed
 from reprise_engine.npu_troubles import as_device_error, told
 from reprise_engine.out_of_memory import Phase, as_out_of_memory
+from reprise_engine.process import serve
 from tests.support.fake_engine import NPU_OUT_OF_MEMORY
 
 SO = "cannot open shared object file: No such file or directory"
@@ -164,6 +169,23 @@ def test_a_lack_of_memory_is_another_thing() -> None:
     """It is asked for first: the operator lowers the share by it."""
     words = f"{NPU_OUT_OF_MEMORY}\n[ERROR] ERR99999 UNKNOWN applicaiton exception"
     assert as_out_of_memory(RuntimeError(words), Phase.RUNNING) is not None
+
+
+def cannot_be_opened(_config: EngineConfig, **_keywords: object) -> None:
+    """A builder, as the engine process calls it."""
+    raise RuntimeError(SAID["V1558"][0])
+
+
+def test_the_engine_process_ends_with_that_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = Pipe()
+    config = EngineConfig(model=ModelConfig(model="/nowhere"))
+    ours.send(Start(config, f"{__name__}:{cannot_be_opened.__name__}", logging.INFO))
+    assert serve(theirs) == 1
+    told_to_client = ours.recv()
+    assert isinstance(told_to_client, StartupFailed)
+    assert isinstance(told_to_client.error, DeviceError)
+    assert str(told_to_client.error).startswith(NOT_STARTED)
+    assert "Traceback" not in caplog.text
 
 
 def test_a_long_trace_of_the_runtime_is_cut() -> None:
