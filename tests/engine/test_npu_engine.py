@@ -1,4 +1,4 @@
-"""The whole engine on a real NPU, device and all (docs/ascend.md). Without one there is nothing that these could run on."""
+"""The whole engine on a real NPU (docs/ascend.md); without one there is nothing that it could run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.npu_device import NPUUnderTest
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model_path
 
 SHARED = [3 + (7 * number) % (VOCAB_SIZE - 3) for number in range(200)]
-PROMPTS = [SHARED + [5], SHARED + [6, 7], SHARED[:150], [9] * 20, SHARED + [5]]
+PROMPTS = [[*SHARED, 5], [*SHARED, 6, 7], SHARED[:150], [9] * 20, [*SHARED, 5]]
 
 
 def told(npu: NPUUnderTest, *, cache: bool, eager: bool) -> tuple[list[list[int]], list[int]]:
