@@ -66,7 +66,7 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 def test_the_first_visible_npu_is_taken(npu_machine: Callable[..., None]) -> None:
     npu_machine(2, visible="3,5")
     for requested in ("auto", "npu"):
-        device = resolve_device(requested)  # type: ignore[arg-type]
+        device = resolve_device(requested)
         assert (device.type, device.index) == ("npu", 0)
     assert npu_number(device) == 3, "its number among the NPUs of the machine"
     assert os.environ["TASK_QUEUE_ENABLE"] == "by the user"

@@ -181,8 +181,8 @@ def test_captured_graphs_are_charged_and_their_blocks_are_beyond_the_plan() -> N
     assert with_graphs.num_blocks == without.num_blocks - 512
     assert "captured graphs of decode steps" in with_graphs.explanation
     assert "graphs" not in without.explanation
-    huge = {"total": 2048 * GIB, "free": 2048 * GIB}
-    assert plan(replace(captured, **huge)).num_blocks == plan(replace(NPU, **huge)).num_blocks - 1, "int32"
+    huge, huge_captured = (replace(facts, total=2048 * GIB, free=2048 * GIB) for facts in (NPU, captured))
+    assert plan(huge_captured).num_blocks == plan(huge).num_blocks - 1, "int32"
     with pytest.raises(OutOfMemory, match="does not hold this model"):
         plan(replace(captured, free=19 * GIB))
 

@@ -32,11 +32,11 @@ class Record:
     results: list[Any]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """The records of a capture; of them those of attention are what torch_npu keeps for `update`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
         self.graph_dispatch_records: list[Record] = []
 
