@@ -74,7 +74,7 @@ def ended(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`reprise` in that environment, without what the image sets."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     environment["PYTHONPATH"] = str(ROOT / "engine")
-    command = [python, "-m", "reprise_engine.entrypoints.cli", *arguments]
+    command = [str(python), "-m", "reprise_engine.entrypoints.cli", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
 
 

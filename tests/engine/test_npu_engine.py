@@ -26,7 +26,7 @@ def told(npu: NPUUnderTest, *, cache: bool, eager: bool) -> tuple[list[list[int]
         gpu_memory_utilization=0.2,
     )
     params = SamplingParams(temperature=0, max_tokens=24)
-    rounds = [llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params) for _ in range(2)]
+    rounds = [llm.generate(PROMPTS, params) for _ in range(2)]
     tokens = [list(output.outputs[0].token_ids) for outputs in rounds for output in outputs]
     return tokens, [output.num_cached_tokens for output in rounds[1]]
 

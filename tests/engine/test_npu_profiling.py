@@ -31,7 +31,8 @@ class MeteredNPU(FakeNPU):
     outside: int = 0
     others: int = 0
     weights: int = 3 * GIB
-    pool: int = GIB  # type: ignore[assignment]  # of KV, while the profile runs
+    kv: int = GIB
+    """Of the pool that the profile runs on."""
     peak: int = 700 * MIB
     first_graph: int = 300 * MIB
     further_graph: int = 50 * MIB
@@ -40,16 +41,16 @@ class MeteredNPU(FakeNPU):
 
     def memory_allocated(self, _device: torch.device) -> int:
         self.asked.append("allocated")
-        return self.weights if self.asked.count("allocated") == 1 else self.weights + self.pool
+        return self.weights if self.asked.count("allocated") == 1 else self.weights + self.kv
 
     def reset_peak_memory_stats(self, _device: torch.device) -> None:
         self.ran = True
 
     def max_memory_allocated(self, _device: torch.device) -> int:
-        return self.weights + self.pool + self.peak
+        return self.weights + self.kv + self.peak
 
     def memory_reserved(self, _device: torch.device) -> int:
-        return self.weights + self.pool + self.peak
+        return self.weights + self.kv + self.peak
 
     def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
         graphs = (self.first_graph if self.captures else 0) + self.further_graph * max(0, self.captures - 1)
@@ -60,9 +61,6 @@ class MeteredNPU(FakeNPU):
 
     def empty_cache(self) -> None:
         pass
-
-    def graph_pool_handle(self) -> object:
-        return self.pool
 
 
 @pytest.fixture

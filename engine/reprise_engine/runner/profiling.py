@@ -13,7 +13,7 @@ from reprise_engine.models.loader import LoadedModel
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
-from reprise_engine.runner.npu_graphs import NPUGraphCapturer, spare_blocks
+from reprise_engine.runner.npu_graphs import DecodeGraphs, NPUGraphCapturer, spare_blocks
 from reprise_engine.step import BlockId, ScheduledRequest, Step
 
 # The runtime's context and communication buffers are well below this.
@@ -124,15 +124,15 @@ def _profile_graphs(
     if not sizes:
         return 0, ()
     taken: list[int] = []
-    kept = []  # what has been captured takes memory as long as it is held
+    kept: list[DecodeGraphs] = []  # what has been captured takes memory as long as it is held
+    capturer = NPUGraphCapturer(npu, num_attentions=model.spec.num_layers)
     for size in sorted(sizes, reverse=True)[:2]:
         npu.empty_cache()
         free, _ = npu.mem_get_info(model.device)
-        capturer = NPUGraphCapturer(npu, num_attentions=model.spec.num_layers) if not kept else kept[0][0]
         graphs = runner.capture_decode_graphs(capturer, (size,), max_model_len=max_model_len)
         if graphs is None:
             return 0, ()
-        kept.append((capturer, graphs))
+        kept.append(graphs)
         npu.synchronize()
         taken.append(max(0, free - npu.mem_get_info(model.device)[0]))
     return taken[0] + sum(taken[1:]) * (len(sizes) - 1), sizes
