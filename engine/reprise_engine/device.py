@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import math
 import os
@@ -13,7 +12,14 @@ import torch
 
 from reprise_engine.config import Device
 from reprise_engine.errors import ConfigError, DeviceError
-from reprise_engine.npu_environment import VISIBLE_DEVICES, check_visible, npu_settings, visible_devices
+from reprise_engine.npu_environment import (
+    VISIBLE_DEVICES,
+    check_visible,
+    hide_torch_npu,
+    is_torch_npu_installed,
+    npu_settings,
+    visible_devices,
+)
 from reprise_engine.npu_troubles import told
 
 logger = logging.getLogger(__name__)
@@ -36,11 +42,18 @@ def resolve_device(requested: Device) -> torch.device:
     if requested == "npu":
         raise ConfigError(f"--device is npu, but {reason}")
     logger.log(
-        logging.INFO if importlib.util.find_spec("torch_npu") is None else logging.WARNING,
+        logging.WARNING if is_torch_npu_installed() else logging.INFO,
         "device auto: cpu (%s)",
         reason,
     )
     return torch.device("cpu")
+
+
+def settle_torch_npu(requested: Device) -> None:
+    """To be called in a process of ours before transformers is imported: where the device is not an NPU, torch_npu is
+    hidden from it. Raises as `resolve_device`."""
+    if is_torch_npu_installed() and resolve_device(requested).type != "npu":
+        hide_torch_npu()
 
 
 def npu_number(device: torch.device) -> int:
@@ -53,7 +66,7 @@ def npu_number(device: torch.device) -> int:
 def _import_torch_npu() -> str | None:
     """Imports torch_npu, which registers the device and its operators. Returns why there is no NPU and what to do, or
     None. Raises ConfigError for an ASCEND_RT_VISIBLE_DEVICES that means nothing."""
-    if importlib.util.find_spec("torch_npu") is None:
+    if not is_torch_npu_installed():
         return (
             "torch_npu is not installed. Install the engine with its [npu] extra on an Ascend machine with CANN, or "
             "use --device cpu."

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +22,18 @@ _NUMBERS = re.compile(r"\d+(,\d+)*")
 _310P = ("0x19e5", "0xd500")
 
 
+def is_torch_npu_installed() -> bool:
+    """And not hidden."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
+def hide_torch_npu() -> None:
+    """Makes torch_npu as good as not installed, in this process. transformers imports it wherever it is installed, and
+    fails with it where driver or CANN are missing, though nothing of it is wanted."""
+    if "torch_npu" not in sys.modules and is_torch_npu_installed():
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]  # Python's way of saying so
+
+
 def npu_settings(environment: Mapping[str, str], *, pci: Path = Path("/sys/bus/pci/devices")) -> dict[str, str]:
     """Variables to be set before torch is imported: those that the user has not set.
 
@@ -28,7 +41,7 @@ def npu_settings(environment: Mapping[str, str], *, pci: Path = Path("/sys/bus/p
     lets the host launch ahead of the device. And torch is not to import torch_npu by itself: where driver or CANN are
     missing that fails inside `import torch`, before anything of ours could say what to do.
     """
-    if importlib.util.find_spec("torch_npu") is None:
+    if not is_torch_npu_installed():
         return {}
     wanted = {AUTOLOAD: "0", TASK_QUEUE: "1"}
     if not _has_310p(pci):

@@ -42,6 +42,7 @@ from reprise_engine.messages import (
     Unpinned,
 )
 from reprise_engine.models.readahead import read_ahead
+from reprise_engine.npu_environment import is_torch_npu_installed
 from reprise_engine.npu_troubles import as_device_error
 from reprise_engine.out_of_memory import Phase, as_out_of_memory
 from reprise_engine.request import RequestOutput
@@ -144,6 +145,10 @@ def serve(connection: Connection) -> int:
         send(report)
 
     try:
+        if is_torch_npu_installed():
+            from reprise_engine.device import settle_torch_npu  # only here: a test's engine needs no torch
+
+            settle_torch_npu(start.config.device)
         core, resolved = _resolve(start.builder)(start.config, progress=progress)
     except RepriseError as error:
         send(StartupFailed(_sendable(error)))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.utils.import_utils import is_torch_npu_available
 
-from reprise_engine.device import cgroup_cpu_quota, npu_number, resolve_device
+from reprise_engine.device import cgroup_cpu_quota, npu_number, resolve_device, settle_torch_npu
 from reprise_engine.errors import ConfigError, DeviceError
 
 
@@ -34,6 +35,19 @@ def test_a_torch_npu_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch
         resolve_device("npu")
 
 
+def test_who_needs_no_npu_never_meets_a_broken_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports it wherever it is installed."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for requested in ("cpu", "auto"):
+        settle_torch_npu(requested)  # type: ignore[arg-type]
+        assert importlib.util.find_spec("torch_npu") is None
+        assert not is_torch_npu_available.__wrapped__()
+        del sys.modules["torch_npu"]
+    with pytest.raises(ConfigError, match="The Ascend driver is not visible here"):
+        settle_torch_npu("npu")
+
+
 def test_an_explicit_cpu_asks_nothing_of_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch_npu.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -41,8 +55,9 @@ def test_an_explicit_cpu_asks_nothing_of_torch_npu(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes this a machine with so many NPUs, `fault` being what opening one says."""
+    torch.utils.rename_privateuse1_backend("npu")  # as torch_npu does: torch then knows the name; it stays
 
     def make(found: int, *, visible: str | None = None, fault: str | None = None) -> None:
         (tmp_path / "torch_npu.py").write_text("")
@@ -60,7 +75,8 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         npu = SimpleNamespace(is_available=lambda: found > 0, device_count=lambda: found, set_device=set_device)
         monkeypatch.setattr(torch, "npu", npu, raising=False)
 
-    return make
+    yield make
+    sys.modules.pop("torch_npu", None)
 
 
 def test_the_first_visible_npu_is_taken(npu_machine: Callable[..., None]) -> None:
