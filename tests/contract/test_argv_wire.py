@@ -142,6 +142,7 @@ import types, torch
 def set_device(device):
     raise RuntimeError("SetDevice(device), error code is 507033\\nEL0005: The resources are busy.")
 
+torch.utils.rename_privateuse1_backend("npu")
 torch.npu = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, set_device=set_device)
 """
 

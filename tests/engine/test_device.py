@@ -40,7 +40,7 @@ def test_who_needs_no_npu_never_meets_a_broken_torch_npu(tmp_path: Path, monkeyp
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')")
     monkeypatch.syspath_prepend(str(tmp_path))
     for requested in ("cpu", "auto"):
-        settle_torch_npu(requested)  # type: ignore[arg-type]
+        settle_torch_npu(requested)
         assert importlib.util.find_spec("torch_npu") is None
         assert not is_torch_npu_available.__wrapped__()
         del sys.modules["torch_npu"]
@@ -57,7 +57,8 @@ def test_an_explicit_cpu_asks_nothing_of_torch_npu(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes this a machine with so many NPUs, `fault` being what opening one says."""
-    torch.utils.rename_privateuse1_backend("npu")  # as torch_npu does: torch then knows the name; it stays
+    # As torch_npu does: torch then knows the name, and keeps it.
+    torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]  # public, by its documentation
 
     def make(found: int, *, visible: str | None = None, fault: str | None = None) -> None:
         (tmp_path / "torch_npu.py").write_text("")
