@@ -52,11 +52,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _zeros_nz(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One tensor for keys or values alone, as vllm-ascend allocates it on a 310P (_310p/model_runner_310p.py, 182b75e):
-    the operators tell the layout by the tensor's format, which a part of a larger tensor would not carry. With a last
-    axis of 16 and a multiple of 16 slots, memory is the same as without the format."""
-    if device.type != "npu":
-        return _zeros(shape, dtype, device)
+    """Keys or values, as vllm-ascend allocates them on a 310P (_310p/model_runner_310p.py, 182b75e): the operators tell
+    the layout by the tensor's format. With a last axis of 16 and a multiple of 16 slots, memory is the same as without
+    it, so a block is the same bytes wherever it is copied."""
     pool: torch.Tensor = torch.ops.npu.empty_with_format(
         list(shape), dtype=dtype, device=device, acl_format=_ACL_FORMAT_FRACTAL_NZ
     )
