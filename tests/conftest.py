@@ -26,7 +26,7 @@ def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What asks for an NPU is selected by `-m npu`, and runs on a real one where there is one."""
     for item in items:
-        if "npu" in getattr(item, "fixturenames", ()):
+        if "ascend" in getattr(item, "fixturenames", ()):
             item.add_marker("npu")
 
 

@@ -35,9 +35,9 @@ def loaded(family: str, device: torch.device, dtype: DType) -> LoadedModel:
     return load_model(ModelConfig(model=str(tiny_model_path(family)), dtype=dtype), device=device)
 
 
-def fake(npu: NPUUnderTest, **behaviour: Any) -> FakeNPU:
+def fake(ascend: NPUUnderTest, **behaviour: Any) -> FakeNPU:
     """A device that can be told how to behave."""
-    if npu.real:
+    if ascend.real:
         pytest.skip("a real NPU does as it likes")
     return FakeNPU(**behaviour)
 
@@ -45,10 +45,10 @@ def fake(npu: NPUUnderTest, **behaviour: Any) -> FakeNPU:
 class Bench:
     """A runner on a pool of its own, and the sequences it has been given."""
 
-    def __init__(self, npu: NPUUnderTest, family: str = "qwen3") -> None:
-        if npu.chip is Chip.P310:
+    def __init__(self, ascend: NPUUnderTest, family: str = "qwen3") -> None:
+        if ascend.chip is Chip.P310:
             pytest.skip("a 310P captures no graphs")
-        model = loaded(family, npu.device, npu.dtype)
+        model = loaded(family, ascend.device, ascend.dtype)
         self.layers = model.spec.num_layers
         self.kv = allocate_kv_cache(
             num_layers=self.layers,
@@ -57,9 +57,9 @@ class Bench:
             num_kv_heads=model.spec.num_kv_heads,
             head_dim=model.spec.head_dim,
             dtype=model.kv_dtype,
-            device=npu.device,
+            device=ascend.device,
         )
-        self.runner = ModelRunner(model, NPUAttention(npu.device), self.kv, seed=0, num_spare_blocks=1)
+        self.runner = ModelRunner(model, NPUAttention(ascend.device), self.kv, seed=0, num_spare_blocks=1)
         self.sequences: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[int, ...]] = {}
 
@@ -111,8 +111,8 @@ def story(bench: Bench) -> dict[str, list[int]]:
 
 
 @cache
-def told_eagerly(npu: NPUUnderTest, family: str = "qwen3") -> dict[str, list[int]]:
-    return story(Bench(npu, family))
+def told_eagerly(ascend: NPUUnderTest, family: str = "qwen3") -> dict[str, list[int]]:
+    return story(Bench(ascend, family))
 
 
 def test_the_sizes_are_vllms_and_end_with_the_most_that_may_run() -> None:
@@ -143,11 +143,11 @@ def test_when_graphs_are_wanted(enforce_eager: bool, can_capture: bool, blocking
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-sliding", "qwen3", "llama"])
-def test_the_same_tokens_with_and_without_graphs(npu: NPUUnderTest, family: str) -> None:
-    bench, device = Bench(npu, family), npu.graphs()
+def test_the_same_tokens_with_and_without_graphs(ascend: NPUUnderTest, family: str) -> None:
+    bench, device = Bench(ascend, family), ascend.graphs()
     assert bench.capture(device) == SIZES
-    assert story(bench) == told_eagerly(npu, family)
-    if npu.real:
+    assert story(bench) == told_eagerly(ascend, family)
+    if ascend.real:
         return
     assert device.replays == 10, "every decode step, and not the prefill"
     assert device.updates[4] == {"actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": [131, 132]}
@@ -155,15 +155,15 @@ def test_the_same_tokens_with_and_without_graphs(npu: NPUUnderTest, family: str)
     assert device.streams == [], "the capturing stream is nobody's afterwards"
 
 
-def test_lengths_that_stayed_as_captured_would_be_noticed(npu: NPUUnderTest) -> None:
-    bench = Bench(npu)
-    bench.capture(fake(npu, forgets_updates=True))
-    assert story(bench) != told_eagerly(npu)
+def test_lengths_that_stayed_as_captured_would_be_noticed(ascend: NPUUnderTest) -> None:
+    bench = Bench(ascend)
+    bench.capture(fake(ascend, forgets_updates=True))
+    assert story(bench) != told_eagerly(ascend)
 
 
-def test_padded_rows_write_to_the_spare_block_alone(npu: NPUUnderTest) -> None:
-    bench = Bench(npu)
-    bench.capture(npu.graphs())
+def test_padded_rows_write_to_the_spare_block_alone(ascend: NPUUnderTest) -> None:
+    bench = Bench(ascend)
+    bench.capture(ascend.graphs())
     bench.prefill(**PROMPTS)
     for layer in bench.kv:  # a value that no model computes, wherever nothing is to be written
         layer.key_BSKH[NUM_BLOCKS:].fill_(7.5)
@@ -175,20 +175,20 @@ def test_padded_rows_write_to_the_spare_block_alone(npu: NPUUnderTest) -> None:
         assert sorted(written) == sorted([*own, [NUM_BLOCKS, 0]])
 
 
-def test_the_spare_block_is_nobodys(npu: NPUUnderTest) -> None:
-    bench = Bench(npu)
+def test_the_spare_block_is_nobodys(ascend: NPUUnderTest) -> None:
+    bench = Bench(ascend)
     bench.sequences["x"], bench.tables["x"] = [5], (NUM_BLOCKS,)
     with pytest.raises(ValueError, match=f"outside the pool of {NUM_BLOCKS} blocks"):
         bench.decode("x")
 
 
-def test_copies_of_a_step_are_done_before_the_replay(npu: NPUUnderTest) -> None:
+def test_copies_of_a_step_are_done_before_the_replay(ascend: NPUUnderTest) -> None:
     """A decode into a copy of a shared block: the copy is part of the step, not of the graph."""
     told = []
     for graphs in (False, True):
-        bench = Bench(npu)
+        bench = Bench(ascend)
         if graphs:
-            bench.capture(npu.graphs())
+            bench.capture(ascend.graphs())
         bench.prefill(a=40)
         (shared, _) = bench.tables["a"]
         bench.tables["a"] = (12,)
@@ -198,10 +198,10 @@ def test_copies_of_a_step_are_done_before_the_replay(npu: NPUUnderTest) -> None:
     assert len(told[0]) == 42
 
 
-def test_what_no_graph_is_for_is_run_eagerly(npu: NPUUnderTest) -> None:
-    bench, device = Bench(npu), fake(npu)
+def test_what_no_graph_is_for_is_run_eagerly(ascend: NPUUnderTest) -> None:
+    bench, device = Bench(ascend), fake(ascend)
     assert bench.capture(device, (1, 2)) == (1, 2)
-    assert story(bench) == told_eagerly(npu)
+    assert story(bench) == told_eagerly(ascend)
     assert device.replays == 4, "of the steps with one or two requests"
     bench.sequences["a"] += [5, 6]
     starts = {"a": len(bench.sequences["a"]) - 3, "b": len(bench.sequences["b"]) - 1}
@@ -210,17 +210,17 @@ def test_what_no_graph_is_for_is_run_eagerly(npu: NPUUnderTest) -> None:
 
 
 def test_without_graphs_there_is_one_warning_and_the_same_tokens(
-    npu: NPUUnderTest, caplog: pytest.LogCaptureFixture
+    ascend: NPUUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(npu)
-    device = fake(npu, capture_error=lambda _n: RuntimeError("capture_begin: error code is 107027.\n [Error] …"))
+    bench = Bench(ascend)
+    device = fake(ascend, capture_error=lambda _n: RuntimeError("capture_begin: error code is 107027.\n [Error] …"))
     with caplog.at_level(logging.WARNING):
         assert bench.capture(device) == ()
     (warning,) = caplog.messages
     assert warning.startswith("Decode steps run eagerly, operator by operator: capturing a graph of 6 failed: ")
     assert "error code is 107027. [Error] …" in warning
     assert warning.endswith("--enforce-eager says beforehand that none are wanted.")
-    assert story(bench) == told_eagerly(npu)
+    assert story(bench) == told_eagerly(ascend)
     assert device.replays == 0
     assert device.streams == []
 
@@ -239,10 +239,10 @@ def test_without_graphs_there_is_one_warning_and_the_same_tokens(
     ],
 )
 def test_graphs_that_were_captured_stay_where_a_smaller_one_fails(
-    npu: NPUUnderTest, words: str, advice: str, caplog: pytest.LogCaptureFixture
+    ascend: NPUUnderTest, words: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(npu)
-    device = fake(npu, capture_error=lambda number: RuntimeError(words) if number == 3 else None)
+    bench = Bench(ascend)
+    device = fake(ascend, capture_error=lambda number: RuntimeError(words) if number == 3 else None)
     assert bench.capture(device) == (4, 6)
     (warning,) = caplog.messages
     assert warning.startswith("Decode steps of fewer than 4 requests are padded to that: capturing a graph of 2 ")
@@ -250,15 +250,15 @@ def test_graphs_that_were_captured_stay_where_a_smaller_one_fails(
     assert "\n" not in warning
     bench.prefill(a=7)
     bench.decode("a")
-    assert bench.sequences["a"] == told_eagerly(npu)["a"][:9]
+    assert bench.sequences["a"] == told_eagerly(ascend)["a"][:9]
     assert device.updates == [{"actual_seq_lengths": [1, 2, 3, 4], "actual_seq_lengths_kv": [8, 1, 1, 1]}]
 
 
 def test_a_forward_that_waits_for_the_device_is_not_captured(
-    npu: NPUUnderTest, caplog: pytest.LogCaptureFixture
+    ascend: NPUUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as routing that asks on the host which experts have tokens."""
-    device = fake(npu)
+    device = fake(ascend)
 
     def waiting() -> None:
         assert torch.ones(1).item() == 1
@@ -270,7 +270,7 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(
     waiting()  # nothing records any more
 
 
-def test_a_graph_whose_lengths_cannot_be_set_is_not_used(npu: NPUUnderTest, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_whose_lengths_cannot_be_set_is_not_used(ascend: NPUUnderTest, caplog: pytest.LogCaptureFixture) -> None:
     class Blind(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it untyped
         """As a release of torch_npu that knows another operator."""
 
@@ -279,12 +279,12 @@ def test_a_graph_whose_lengths_cannot_be_set_is_not_used(npu: NPUUnderTest, capl
             self.graph_dispatch_records.clear()
             return result
 
-    bench = Bench(npu)
-    assert bench.capture(fake(npu, new_recorder=Blind)) == ()
+    bench = Bench(ascend)
+    assert bench.capture(fake(ascend, new_recorder=Blind)) == ()
     assert "of 3 attention operators 0 could be given other lengths" in caplog.text
     bench.prefill(a=7)
     bench.decode("a")
-    assert bench.sequences["a"] == told_eagerly(npu)["a"][:9]
+    assert bench.sequences["a"] == told_eagerly(ascend)["a"][:9]
 
 
 @pytest.mark.parametrize(

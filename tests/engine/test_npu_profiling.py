@@ -81,8 +81,8 @@ def test_what_a_step_takes(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_what_graphs_take(npu: NPUUnderTest, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    if npu.real:
+def test_what_graphs_take(ascend: NPUUnderTest, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ascend.real:
         pytest.skip("its counters are its own")
     monkeypatch.setattr(profiling, "create_attention_backend", NPUAttention)
     device = MeteredNPU()

@@ -1,6 +1,6 @@
 """The NPU of a test: the real one where `pytest -m npu` asks for it and torch_npu is installed, else the emulated one.
 
-Tests ask for it by the fixture `npu` (tests/engine/conftest.py), which also gives them the marker. Tensors of the
+Tests ask for it by the fixture `ascend` (tests/engine/conftest.py), which also gives them the marker. Tensors of the
 emulated one are on the CPU, so what is tried on it are the parts of the engine: batches, backends, layers, the runner
 and its graphs. The engine as a whole needs a device, and its tests skip without one.
 """
