@@ -270,7 +270,9 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(
     waiting()  # nothing records any more
 
 
-def test_a_graph_whose_lengths_cannot_be_set_is_not_used(ascend: NPUUnderTest, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_whose_lengths_cannot_be_set_is_not_used(
+    ascend: NPUUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
     class Blind(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it untyped
         """As a release of torch_npu that knows another operator."""
 
