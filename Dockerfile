@@ -3,7 +3,7 @@
 #   docker build --target operator -t reprise-operator .
 #   docker build --target engine   -t reprise-engine   .          # PyTorch for CPUs
 #   docker build --target engine   -t reprise-engine-npu \
-#     --build-arg BASE=quay.io/ascend/cann:8.5.0-910b-ubuntu22.04-py3.11 --build-arg EXTRAS=npu .
+#     --build-arg BASE=quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11 --build-arg EXTRAS=npu .   # A2; a3, 310p: docs/ascend.md
 #
 # `make images` builds the first two by whichever of docker, podman and buildah works here.
 # The secret `pip`, where given, is a pip.conf (an index of your own, its credentials): it never reaches a layer.
@@ -95,7 +95,9 @@ RUN echo 'reprise:x:65532:65532:reprise:/home/reprise:/usr/sbin/nologin' >> /etc
  && install -d -m 0755 -o 65532 -g 65532 /home/reprise
 COPY --from=engine-env /opt/reprise /opt/reprise
 COPY LICENSE /licenses/LICENSE
-ENV PATH=/opt/reprise/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# The last one: torch is not to import torch_npu by itself, which fails without a driver, where a check of arguments or of
+# a model needs none. The engine imports it, and says what is missing.
+ENV PATH=/opt/reprise/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0
 USER 65532:65532
 WORKDIR /home/reprise
 EXPOSE 8000

@@ -14,6 +14,8 @@ from tests.support.parallel import Scheduling, by_turns, workers
 
 _VERSION_LINE = pytest.StashKey[str]()
 _TOLD_BY_WORKERS = "api_server"
+NPU_LINE = pytest.StashKey[str]()
+"""Which NPU tests ran on."""
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,14 @@ def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
     with start_api_server() as server:
         request.config.stash[_VERSION_LINE] = server.version_line
         yield server
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What asks for an NPU is selected by `-m npu`, and runs on a real one where there is one."""
+    for item in items:
+        if "ascend" in getattr(item, "fixturenames", ()):
+            item.add_marker("npu")
 
 
 def pytest_configure() -> None:
@@ -59,3 +69,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     version_line = config.stash.get(_VERSION_LINE, None)
     if version_line is not None:
         terminalreporter.write_line(f"API server: {version_line}")
+    npu_line = config.stash.get(NPU_LINE, None)
+    if npu_line is not None:
+        terminalreporter.write_line(f"NPU: {npu_line}")

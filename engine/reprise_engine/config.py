@@ -151,6 +151,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     device: Device = "auto"
+    enforce_eager: bool = False
+    """No captured graphs on an NPU; a 310P and a CPU have none anyway."""
 
     def __post_init__(self) -> None:
         _check_choice("--device", self.device, get_args(Device))

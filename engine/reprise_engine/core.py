@@ -6,9 +6,10 @@ Used by the engine process and by `LLM` alike.
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -19,7 +20,7 @@ import torch
 from reprise_engine import __version__
 from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
-from reprise_engine.attention.npu_chip import chip_of
+from reprise_engine.attention.npu_chip import Chip, chip_of
 from reprise_engine.attention.npu_limits import check_npu_flags
 from reprise_engine.config import (
     DEFAULT_BLOCK_SIZE,
@@ -29,7 +30,7 @@ from reprise_engine.config import (
     ResolvedConfig,
 )
 from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
-from reprise_engine.device import limit_cpu_threads, resolve_device
+from reprise_engine.device import limit_cpu_threads, npu_number, resolve_device
 from reprise_engine.errors import ModelError, RequestError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
@@ -42,9 +43,11 @@ from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
 from reprise_engine.native import load_kernels
+from reprise_engine.npu_turns import npu_turn
 from reprise_engine.out_of_memory import Phase, naming_phase
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
+from reprise_engine.runner.npu_graphs import NPUGraphCapturer, spare_blocks, wanted_sizes
 from reprise_engine.runner.profiling import NPUMemory, profile_npu
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.structured.masks import Grammars
@@ -64,14 +67,15 @@ def build_core(
     progress: Progress = lambda _progress: None,
     wrap_runner: Callable[[ModelRunner], Runner] = lambda runner: runner,
 ) -> tuple[EngineCore, ResolvedConfig]:
-    """Loads the model and allocates the KV pool. Raises ConfigError, ModelError, InsufficientMemory or
+    """Loads the model and allocates the KV pool. Raises ConfigError, DeviceError, ModelError, InsufficientMemory or
     OutOfMemory.
 
     The core is to be closed. `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
     """
     kv_events = _open_kv_events(config.kv_events)  # first: an endpoint that is taken is told before a model is loaded
     try:
-        return _build(config, kv_events, progress, wrap_runner)
+        with ExitStack() as turn:
+            return _build(config, kv_events, progress, wrap_runner, turn)
     except BaseException:
         if kv_events is not None:
             kv_events.close()
@@ -100,12 +104,15 @@ def _build(
     kv_events: KVEventSink | None,
     progress: Progress,
     wrap_runner: Callable[[ModelRunner], Runner],
+    turn: ExitStack,
 ) -> tuple[EngineCore, ResolvedConfig]:
+    """`turn` is left when memory has been taken."""
     device = resolve_device(config.device)
     device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
     block_size = _choose_block_size(config.cache, device_type)
     if device_type == "npu":
         check_npu_flags(chip_of(device), block_size=block_size, max_num_seqs=config.scheduler.max_num_seqs)
+        turn.enter_context(npu_turn(npu_number(device)))
     npu_memory = NPUMemory.probe(device) if device_type == "npu" else None
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
@@ -126,7 +133,7 @@ def _build(
     progress(LoadProgress("Sizing the KV cache"))
     shape = _block_shape(model, block_size)
     with naming_phase(Phase.PROFILING), nullcontext(0) if promises is None else promises.sharing_out() as promised:
-        facts = _gather_facts(
+        facts, graph_sizes = _gather_facts(
             model,
             config,
             npu_memory,
@@ -151,7 +158,7 @@ def _build(
     with naming_phase(Phase.KV_CACHE):
         kv = allocate_kv_cache(
             num_layers=model.spec.num_layers,
-            num_blocks=plan.num_blocks,
+            num_blocks=plan.num_blocks + facts.spare_blocks,
             block_size=block_size,
             num_kv_heads=model.spec.num_kv_heads,
             head_dim=model.spec.head_dim,
@@ -175,7 +182,15 @@ def _build(
         seed=config.model.seed,
         transfer=None if tiers is None else tiers.transfer,
         grammars=grammars,
+        num_spare_blocks=facts.spare_blocks,
     )
+    if graph_sizes:
+        progress(LoadProgress("Capturing graphs"))
+        capturer = NPUGraphCapturer(
+            torch.npu,  # type: ignore[attr-defined]  # of torch_npu
+            num_attentions=model.spec.num_layers,
+        )
+        runner.capture_decode_graphs(capturer, graph_sizes, max_model_len=plan.max_model_len)
     pin_budget = pin_budget_blocks(
         config.cache.prefix_cache_pin_budget,
         num_blocks=plan.num_blocks,
@@ -239,27 +254,42 @@ def _gather_facts(
     promised: int,
     shape: BlockShape,
     max_model_len: int,
-) -> MemoryFacts:
+) -> tuple[MemoryFacts, tuple[int, ...]]:
+    """What the plan is computed from, and the sizes of decode steps to capture: () on a CPU, and where none can be."""
     weights = model.weight_bytes
     machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
     host_tier = num_host_slots(config.cache, bytes_per_block=shape.bytes_per_block) * shape.bytes_per_block
     host_memory = machine.total if limit is None else limit
     if npu_memory is not None:
         peak = profile_npu(
-            model, config.scheduler, npu_memory, block_size=shape.block_size, max_model_len=max_model_len
+            model,
+            config.scheduler,
+            npu_memory,
+            block_size=shape.block_size,
+            max_model_len=max_model_len,
+            graph_sizes=wanted_sizes(
+                enforce_eager=config.enforce_eager,
+                can_capture=chip_of(model.device) is not Chip.P310,
+                environment=os.environ,
+                max_num_seqs=config.scheduler.max_num_seqs,
+            ),
         )
-        return MemoryFacts(
+        num_spare = spare_blocks(peak.graph_sizes, block_size=shape.block_size)
+        facts = MemoryFacts(
             device="npu",
             total=npu_memory.total,
             limit=None,
             free=npu_memory.free,
-            weights=weights,
+            weights=max(weights, peak.weights),
             process=peak.other,
             activations=peak.activations,
             host_tier=host_tier,
             host_memory=host_memory,
+            graphs=peak.graphs + num_spare * shape.bytes_per_block,
+            spare_blocks=num_spare,
         )
-    return MemoryFacts(
+        return facts, peak.graph_sizes
+    facts = MemoryFacts(
         device="cpu",
         total=machine.total,
         limit=limit,
@@ -277,6 +307,7 @@ def _gather_facts(
         host_memory=host_memory,
         promised=promised,
     )
+    return facts, ()
 
 
 def _block_shape(model: LoadedModel, block_size: int) -> BlockShape:

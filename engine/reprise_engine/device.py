@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import math
 import os
@@ -12,41 +11,91 @@ from pathlib import Path
 import torch
 
 from reprise_engine.config import Device
-from reprise_engine.errors import ConfigError
+from reprise_engine.errors import ConfigError, DeviceError
+from reprise_engine.npu_environment import (
+    VISIBLE_DEVICES,
+    check_visible,
+    hide_torch_npu,
+    is_torch_npu_installed,
+    npu_settings,
+    visible_devices,
+)
+from reprise_engine.npu_troubles import told
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_device(requested: Device) -> torch.device:
-    """ "auto" is the NPU when torch_npu is installed and sees one, else the CPU. Raises ConfigError for an explicit NPU
-    that is not there."""
+    """ "auto" is the NPU when torch_npu is installed and sees one, else the CPU.
+
+    Raises ConfigError for an explicit NPU that is not there and for an ASCEND_RT_VISIBLE_DEVICES that means nothing;
+    DeviceError for an NPU that cannot be opened.
+    """
     if requested == "cpu":
         return torch.device("cpu")
     reason = _import_torch_npu()
     if reason is None:
         # The scheduler and the runner of one engine process use one NPU: the first that is visible.
-        return torch.device("npu", 0)
+        device = torch.device("npu", 0)
+        _open_npu(device)
+        return device
     if requested == "npu":
-        raise ConfigError(
-            f"--device is npu, but {reason}. Install the engine with its [npu] extra on an Ascend machine with CANN, "
-            f"or use --device cpu."
-        )
-    logger.info("device auto: cpu (%s)", reason)
+        raise ConfigError(f"--device is npu, but {reason}")
+    logger.log(
+        logging.WARNING if is_torch_npu_installed() else logging.INFO,
+        "device auto: cpu (%s)",
+        reason,
+    )
     return torch.device("cpu")
 
 
+def settle_torch_npu(requested: Device) -> None:
+    """To be called in a process of ours before transformers is imported: where the device is not an NPU, torch_npu is
+    hidden from it. Raises as `resolve_device`."""
+    if is_torch_npu_installed() and resolve_device(requested).type != "npu":
+        hide_torch_npu()
+
+
+def npu_number(device: torch.device) -> int:
+    """The number of an NPU by which other processes of this machine or container know it too."""
+    index = device.index or 0
+    visible = visible_devices(os.environ)
+    return index if visible is None else visible[index]
+
+
 def _import_torch_npu() -> str | None:
-    """Imports torch_npu, which registers the device and its operators. Returns why there is no NPU, or None."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed"
+    """Imports torch_npu, which registers the device and its operators. Returns why there is no NPU and what to do, or
+    None. Raises ConfigError for an ASCEND_RT_VISIBLE_DEVICES that means nothing."""
+    if not is_torch_npu_installed():
+        return (
+            "torch_npu is not installed. Install the engine with its [npu] extra on an Ascend machine with CANN, or "
+            "use --device cpu."
+        )
+    visible = visible_devices(os.environ)
+    os.environ.update(npu_settings(os.environ))  # where torch was imported by somebody else; elsewhere they are set
     try:
         importlib.import_module("torch_npu")
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"torch_npu cannot be imported: {error}"
-    npu = getattr(torch, "npu", None)
-    if npu is None or not npu.is_available():
-        return "torch_npu sees no NPU"
+        npu = getattr(torch, "npu", None)
+        found = npu.device_count() if npu is not None and npu.is_available() else 0
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"torch_npu cannot be imported: {told(error)}"
+    if found == 0:
+        named = "" if visible is None else f" ({VISIBLE_DEVICES} is {os.environ[VISIBLE_DEVICES]})"
+        return (
+            f"torch_npu sees no NPU{named}. Give the container one (in Kubernetes a profile with NPUs in "
+            "spec.accelerator, with Docker --device for /dev/davinci0, /dev/davinci_manager, /dev/devmm_svm and "
+            "/dev/hisi_hdc), or use --device cpu."
+        )
+    check_visible(visible, found=found)
     return None
+
+
+def _open_npu(device: torch.device) -> None:
+    """Makes it this process's device, which opens it. Raises DeviceError."""
+    try:
+        torch.npu.set_device(device)  # type: ignore[attr-defined]  # of torch_npu
+    except RuntimeError as error:
+        raise DeviceError(f"NPU {npu_number(device)} cannot be used. {told(error)}") from error
 
 
 def limit_cpu_threads() -> int:

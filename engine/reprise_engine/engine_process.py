@@ -10,6 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from reprise_engine.messages import Start
+from reprise_engine.npu_environment import npu_settings
 
 _SHORT_SPIN = ("GOMP_SPINCOUNT", "500")
 """OpenMP's threads wait for each other dozens of times a token. By default they spin for milliseconds, and where a
@@ -24,6 +25,7 @@ class EngineProcess:
         environment = dict(os.environ)
         if not sys.stderr.isatty():
             environment.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars make a mess of a log
+        environment.update(npu_settings(environment))
         if "OMP_WAIT_POLICY" not in environment:
             environment.setdefault(*_SHORT_SPIN)
         ours, theirs = socket.socketpair()

@@ -11,6 +11,7 @@
     │   ├── ModelFetchFailed       it could not be reached, or kept breaking off
     │   ├── ModelVolumeFull        the volume has no room
     │   └── ModelVolumeUnusable    the volume cannot be written, or cannot lock files
+    ├── DeviceError            the NPU cannot be used: driver, CANN, or somebody else has it (npu_troubles.py)
     ├── InsufficientMemory     not one sequence fits
     ├── OutOfMemory            memory ran out, of the device or of the host (out_of_memory.py)
     ├── RequestError           one request is wrong: HTTP 400, nothing else stops
@@ -68,6 +69,10 @@ class ModelVolumeFull(FetchError):
 
 class ModelVolumeUnusable(FetchError):
     """The volume cannot be written, or cannot lock files."""
+
+
+class DeviceError(RepriseError):
+    """The NPU is there, or should be, but cannot be used. No flag cures it, so the exit code is not a usage error's."""
 
 
 class InsufficientMemory(RepriseError):

@@ -1,7 +1,7 @@
 """How many KV blocks fit: pure arithmetic (`plan_kv_blocks`) over facts that probes gather.
 
     budget = --gpu-memory-utilization × total             total: the NPU's memory; on a CPU the cgroup's limit
-    KV     = budget - weights - process - peak activations - (on a CPU) host tier
+    KV     = budget - weights - process - peak activations - (on a CPU) host tier - (on an NPU) captured graphs
     blocks = KV // bytes of a block
 
 On a CPU without a cgroup limit the machine is shared with others, so KV is the least of that (with the machine's memory
@@ -53,6 +53,10 @@ class MemoryFacts:
     """All that this process may have of the host: the cgroup's limit, or the machine's memory. None: not known."""
     promised: int = 0
     """What other engines of this machine may still take of `free` (memory_promises.py)."""
+    graphs: int = 0
+    """On an NPU: what captured graphs take, and the blocks for their padded rows (runner/npu_graphs.py)."""
+    spare_blocks: int = 0
+    """Those blocks: in the pool's tensors, beyond what is planned here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ def plan_kv_blocks(
         num_blocks = max(0, kv_bytes) // shape.bytes_per_block
         lines.append(_line(f"÷ bytes of a block ({shape.block_size} tokens)", _size(shape.bytes_per_block)))
     if facts.device == "npu":
-        cap = _INT32_MAX // shape.tensor_elements_per_block
+        cap = _INT32_MAX // shape.tensor_elements_per_block - facts.spare_blocks
         if num_blocks > cap:
             num_blocks = cap
             lines.append(_line("capped: a KV tensor is indexed by int32", f"{cap:,} blocks"))
@@ -130,13 +134,14 @@ def _available(facts: MemoryFacts, shape: BlockShape, utilization: float, max_mo
         total, name = facts.total, "memory of the NPU" if facts.device == "npu" else "memory of the machine"
     budget = int(total * utilization)
     host_tier = facts.host_tier if facts.device == "cpu" else 0
-    available = budget - facts.weights - facts.process - facts.activations - host_tier
+    available = budget - facts.weights - facts.process - facts.activations - facts.graphs - host_tier
     lines += [
         _line(name, _size(total)),
         _line(f"× --gpu-memory-utilization {utilization:.2f} = budget", _size(budget)),
         _line("- weights", _size(facts.weights)),
         _line("- process and libraries", _size(facts.process)),
         _line("- peak activations", _size(facts.activations)),
+        *([_line("- captured graphs of decode steps", _size(facts.graphs))] if facts.graphs else []),
         *([_line("- host memory of the prefix cache's tiers", _size(host_tier))] if host_tier else []),
         _line("= available for KV", _size(available)),
     ]
@@ -153,7 +158,7 @@ def _lower_utilization(facts: MemoryFacts, shape: BlockShape, max_model_len: int
     """What helps where others hold so much of the NPU that the share asked for is not free, and whether a smaller share
     would, as `out_of_memory.Phase` tells it."""
     utilization = _floor2(facts.free / facts.total)
-    kv_bytes = int(facts.total * utilization) - facts.weights - facts.process - facts.activations
+    kv_bytes = int(facts.total * utilization) - facts.weights - facts.process - facts.activations - facts.graphs
     tokens = max(0, kv_bytes) // shape.bytes_per_block * shape.block_size
     if tokens == 0:
         instead = "end the process that uses the device, or serve a smaller model."

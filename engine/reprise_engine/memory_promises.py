@@ -32,7 +32,7 @@ class MemoryPromises:
         self._file: int | None = None
         self._path = self._folder / f"engine-{uuid4().hex}"
         try:
-            _make_private(self._folder)
+            make_private(self._folder)
             with self._alone():
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ def _read(path: Path) -> tuple[int, int] | None:
         os.close(file)
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Raises OSError where the folder is not, or cannot be, this user's alone: others could write promises there."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reprise_engine.cache_report import MissReason, PrefixCacheReport, TierStats
 from reprise_engine.config import EngineConfig, ResolvedConfig
-from reprise_engine.errors import OutOfMemory
+from reprise_engine.errors import DeviceError, OutOfMemory
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
 DEFAULT_BUILDER = "reprise_engine.core:build_core"
@@ -155,8 +155,8 @@ class Died:
 
     message: str
     details: str = field(default="")
-    cause: OutOfMemory | None = None
-    """Where the error is one that a restart with less memory would not meet."""
+    cause: OutOfMemory | DeviceError | None = None
+    """Where the error is one that the operator, or a person, can do something about."""
 
 
 FromEngine = LoadProgress | Ready | StartupFailed | Outputs | PrefixCacheReset | PrefixCacheInspected | Unpinned | Died

@@ -53,7 +53,8 @@ _NPU = re.compile(
     r"NPU out of memory|Allocator tried to allocate .{0,40}\(NPU|ERR00006\b|\bEL0004\b|error code is 207001\b"
     r"|Failed to allocate resource\[DeviceMemory\]"
 )
-_HOST = re.compile(r"DefaultCPUAllocator: |Cannot allocate memory|std::bad_alloc")
+# The last one is torch_npu's, of memory pinned for copies.
+_HOST = re.compile(r"DefaultCPUAllocator: |Cannot allocate memory|std::bad_alloc|host out of memory")
 
 
 def memory_of(error: BaseException) -> Literal["npu", "host"] | None:

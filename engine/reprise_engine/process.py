@@ -42,6 +42,8 @@ from reprise_engine.messages import (
     Unpinned,
 )
 from reprise_engine.models.readahead import read_ahead
+from reprise_engine.npu_environment import is_torch_npu_installed
+from reprise_engine.npu_troubles import as_device_error
 from reprise_engine.out_of_memory import Phase, as_out_of_memory
 from reprise_engine.request import RequestOutput
 
@@ -143,14 +145,19 @@ def serve(connection: Connection) -> int:
         send(report)
 
     try:
+        if is_torch_npu_installed():
+            from reprise_engine.device import settle_torch_npu  # only here: a test's engine needs no torch
+
+            settle_torch_npu(start.config.device)
         core, resolved = _resolve(start.builder)(start.config, progress=progress)
     except RepriseError as error:
         send(StartupFailed(_sendable(error)))
         return 1
     except (Exception, MemoryError) as error:
-        logger.exception("the engine process failed while starting")
-        out_of_memory = as_out_of_memory(error, Phase.START)
-        send(StartupFailed(out_of_memory or RepriseError(f"{type(error).__name__}: {error}")))
+        known = as_out_of_memory(error, Phase.START) or as_device_error(error)
+        if known is None:
+            logger.exception("the engine process failed while starting")
+        send(StartupFailed(known or RepriseError(f"{type(error).__name__}: {error}")))
         return 1
     send(Ready(resolved))
     try:
@@ -160,7 +167,7 @@ def serve(connection: Connection) -> int:
         return 0  # the API process is gone; nobody is left to tell
     except Exception as error:
         logger.exception("the engine process cannot go on")
-        cause = as_out_of_memory(error, Phase.RUNNING)
+        cause = as_out_of_memory(error, Phase.RUNNING) or as_device_error(error)
         send(Died(message=f"{type(error).__name__}: {error}", details=traceback.format_exc(), cause=cause))
         return 1
     finally:

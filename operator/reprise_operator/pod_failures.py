@@ -50,6 +50,7 @@ LAST_WORDS = (
         re.compile(r"\bInsufficientMemory\b|KV cache is needed, which is larger than the available"),
     ),
     ("DeviceNotFound", re.compile(r"--device is npu, but ")),
+    ("DeviceUnusable", re.compile(r"\bDeviceError\b")),
     (
         "InvalidArguments",
         re.compile(r"\bConfigError\b|unrecognized arguments|: error: argument |^reprise[ \w]*: error: ", re.M),

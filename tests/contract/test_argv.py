@@ -95,6 +95,9 @@ WARMUP: Spec = {"prefixCaching": {"warmup": {"prompts": ["You are"], "timeoutSec
             ({"model": {**MODEL, "dtype": dtype}}, "engine.model.dtype", dtype)
             for dtype in ("auto", "float32", "bfloat16", "float16")
         ),
+        ({"accelerator": {"profile": "ascend310p"}}, "engine.enforce_eager", True),
+        ({"accelerator": {"profile": "ascend310p"}}, "engine.model.dtype", "float16"),
+        ({"accelerator": {"profile": "ascend910b"}}, "engine.enforce_eager", False),
         ({"prefixCaching": {"enabled": True}}, "engine.cache.enable_prefix_caching", True),
         ({"prefixCaching": {"enabled": False}}, "engine.cache.enable_prefix_caching", False),
         ({"prefixCaching": {"blockSize": 64}}, "engine.cache.block_size", 64),

@@ -136,6 +136,40 @@ def test_how_the_engine_ends_is_what_the_operator_reports(
     assert told in message
 
 
+_TAKEN = """
+import types, torch
+
+def set_device(device):
+    raise RuntimeError("SetDevice(device), error code is 507033\\nEL0005: The resources are busy.")
+
+torch.utils.rename_privateuse1_backend("npu")
+torch.npu = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, set_device=set_device)
+"""
+
+
+def test_an_npu_that_somebody_else_has_is_the_machine_s_fault(tmp_path: Path) -> None:
+    """No flag cures it: exit code 1, so that the kubelet's next try may find it free."""
+    (tmp_path / "torch_npu.py").write_text(_TAKEN)
+    termination_log = tmp_path / "termination-log"
+    termination_log.touch()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "reprise_engine.entrypoints.cli", "serve", "/nowhere", "--host", "127.0.0.1"]
+    ended = subprocess.run(
+        [*command, "--port", "0", "--device", "npu"],
+        env={**os.environ, "TERMINATION_LOG_PATH": str(termination_log), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    words = termination_log.read_text()
+    assert words.startswith("DeviceError: NPU 0 cannot be used. The NPU belongs to another container or process. ")
+    state, found, message = diagnosed(planned({}), words, exit_code=1)
+    assert (state, found) == (State.STALLED, "DeviceUnusable")
+    assert "npu-smi info" in message
+
+
 def test_each_error_that_ends_a_start_has_a_reason_of_its_own() -> None:
     """A new error class of the engine must be taught to the operator."""
     fatal = {
@@ -148,6 +182,6 @@ def test_each_error_that_ends_a_start_has_a_reason_of_its_own() -> None:
     later = {"EngineDead", "EngineStopped", "SlowReader"}
     fetching = {name for name in fatal if issubclass(getattr(errors, name), errors.FetchError)}  # test_fetch_argv.py
     assert fatal - bases - later - fetching == {
-        *("ConfigError", "InsufficientMemory", "OutOfMemory"),
+        *("ConfigError", "DeviceError", "InsufficientMemory", "OutOfMemory"),
         *("ModelNotFound", "DamagedModel", "UnsupportedModel"),
     }

@@ -11,9 +11,22 @@ import openai
 import pytest
 import torch
 
+from tests.conftest import NPU_LINE
 from tests.support.engine_server import RunningServer, fake_options, running_server
 from tests.support.npu import WheelMissing, npu_operators
 from tests.support.npu.schemas import npu_schemas
+from tests.support.npu_device import NPUUnderTest, npu_under_test
+
+
+@pytest.fixture
+def ascend(request: pytest.FixtureRequest) -> Iterator[NPUUnderTest]:
+    """The real NPU with `-m npu` on a machine that has one, else the emulated one (tests/support/npu_device.py)."""
+    try:
+        with npu_under_test(request.config.getoption("-m")) as found:
+            request.config.stash[NPU_LINE] = found.name
+            yield found
+    except WheelMissing as missing:
+        pytest.skip(f"{missing}: the emulated NPU has no schemas")
 
 
 @pytest.fixture(scope="module")

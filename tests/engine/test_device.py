@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.utils.import_utils import is_torch_npu_available
 
-from reprise_engine.device import cgroup_cpu_quota, resolve_device
-from reprise_engine.errors import ConfigError
+from reprise_engine.device import cgroup_cpu_quota, npu_number, resolve_device, settle_torch_npu
+from reprise_engine.errors import ConfigError, DeviceError
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
@@ -24,14 +29,116 @@ def test_a_torch_npu_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"cannot be imported: libhccl\.so"):
+    with pytest.raises(
+        ConfigError, match=r"--device is npu, but torch_npu cannot be imported: CANN is not found\. .*: libhccl\.so: "
+    ):
         resolve_device("npu")
+
+
+def test_who_needs_no_npu_never_meets_a_broken_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports it wherever it is installed."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for requested in ("cpu", "auto"):
+        settle_torch_npu(requested)
+        assert importlib.util.find_spec("torch_npu") is None
+        assert not is_torch_npu_available.__wrapped__()
+        del sys.modules["torch_npu"]
+    with pytest.raises(ConfigError, match="The Ascend driver is not visible here"):
+        settle_torch_npu("npu")
 
 
 def test_an_explicit_cpu_asks_nothing_of_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch_npu.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.fixture
+def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes this a machine with so many NPUs, `fault` being what opening one says."""
+    # As torch_npu does: torch then knows the name, and keeps it.
+    torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]  # public, by its documentation
+
+    def make(found: int, *, visible: str | None = None, fault: str | None = None) -> None:
+        (tmp_path / "torch_npu.py").write_text("")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in ("PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+            monkeypatch.setenv(name, "by the user")
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+
+        def set_device(_device: torch.device) -> None:
+            if fault is not None:
+                raise RuntimeError(fault)
+
+        npu = SimpleNamespace(is_available=lambda: found > 0, device_count=lambda: found, set_device=set_device)
+        monkeypatch.setattr(torch, "npu", npu, raising=False)
+
+    yield make
+    sys.modules.pop("torch_npu", None)
+
+
+def test_the_first_visible_npu_is_taken(npu_machine: Callable[..., None]) -> None:
+    npu_machine(2, visible="3,5")
+    for requested in ("auto", "npu"):
+        device = resolve_device(requested)
+        assert (device.type, device.index) == ("npu", 0)
+    assert npu_number(device) == 3, "its number among the NPUs of the machine"
+    assert os.environ["TASK_QUEUE_ENABLE"] == "by the user"
+
+
+def test_settings_are_there_before_torch_npu_is_imported(
+    npu_machine: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npu_machine(1)
+    monkeypatch.delenv("TASK_QUEUE_ENABLE")
+    (tmp_path / "torch_npu.py").write_text("import os; assert os.environ['TASK_QUEUE_ENABLE'] == '1'")
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    resolve_device("npu")
+    monkeypatch.delenv("TASK_QUEUE_ENABLE")
+
+
+def test_no_npu_is_told_with_what_to_do(npu_machine: Callable[..., None]) -> None:
+    npu_machine(0)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"--device is npu, but torch_npu sees no NPU\. Give the container one"):
+        resolve_device("npu")
+    npu_machine(0, visible="7")
+    with pytest.raises(ConfigError, match=r"sees no NPU \(ASCEND_RT_VISIBLE_DEVICES is 7\)"):
+        resolve_device("npu")
+
+
+@pytest.mark.parametrize("requested", ["auto", "npu"])
+@pytest.mark.parametrize("value", ["", " ", "0, 1", "0,", "a", "npu0", "0;1", "-1", "1,0", "0,0"])
+def test_a_malformed_list_of_devices_is_one_message(
+    npu_machine: Callable[..., None], value: str, requested: str
+) -> None:
+    npu_machine(2, visible=value)
+    with pytest.raises(ConfigError) as told:
+        resolve_device(requested)  # type: ignore[arg-type]
+    assert str(told.value).startswith("ASCEND_RT_VISIBLE_DEVICES is ")
+    assert "ascending, such as 0 or 0,1" in str(told.value)
+
+
+def test_devices_that_are_named_and_not_there(npu_machine: Callable[..., None]) -> None:
+    npu_machine(1, visible="0,8")
+    with pytest.raises(ConfigError, match=r"is 0,8, but of these only 1 are there\. In a container .* from 0"):
+        resolve_device("npu")
+
+
+@pytest.mark.parametrize("requested", ["auto", "npu"])
+def test_an_npu_that_cannot_be_opened_is_no_reason_to_serve_on_the_cpu(
+    npu_machine: Callable[..., None], requested: str
+) -> None:
+    npu_machine(
+        1, visible="4", fault="SetDevice(device_id_), error code is 507033\n[Error]: Failed to start the device."
+    )
+    with pytest.raises(DeviceError) as told:
+        resolve_device(requested)  # type: ignore[arg-type]
+    assert str(told.value).startswith("NPU 4 cannot be used. The NPU could not be started. Check with `npu-smi info`")
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,18 @@ def test_a_host_tier_beyond_the_hosts_memory_is_refused() -> None:
     assert f"Lower it to {256 * MIB} bytes at most" in str(e.value)
 
 
+def test_captured_graphs_are_charged_and_their_blocks_are_beyond_the_plan() -> None:
+    captured = replace(NPU, graphs=512 * MIB, spare_blocks=1)
+    without, with_graphs = plan(NPU), plan(captured)
+    assert with_graphs.num_blocks == without.num_blocks - 512
+    assert "captured graphs of decode steps" in with_graphs.explanation
+    assert "graphs" not in without.explanation
+    huge, huge_captured = (replace(facts, total=2048 * GIB, free=2048 * GIB) for facts in (NPU, captured))
+    assert plan(huge_captured).num_blocks == plan(huge).num_blocks - 1, "int32"
+    with pytest.raises(OutOfMemory, match="does not hold this model"):
+        plan(replace(captured, free=19 * GIB))
+
+
 def test_on_an_npu_the_host_tier_is_the_hosts_alone() -> None:
     beside = replace(NPU, host_tier=16 * GIB, host_memory=32 * GIB)
     assert plan(beside).num_blocks == plan(NPU).num_blocks

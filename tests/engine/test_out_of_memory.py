@@ -38,6 +38,8 @@ CANN = (
             RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory"),
             "host",
         ),
+        (RuntimeError("Malloc pin memory failed, host out of memory, Rried to allocate size: 1073741824"), "host"),
+        (RuntimeError("NPU out of memory. device id: 0, allocated by others"), "npu"),
         (RuntimeError("device on fire"), None),
         (RuntimeError("NPU function error: call aclnnAdd failed, error code is 507015"), None),
         (OSError(errno.ENOSPC, "No space left on device"), None),

@@ -23,7 +23,10 @@ DATA = Path(__file__).parent / "data"
 def inputs() -> dict[str, Path]:
     """Name of the output → its input: our own cases and every example."""
     cases = {path.stem: path for path in sorted((DATA / "input").glob("*.yaml"))}
-    examples = {f"example-{path.stem}": path for path in sorted((PROJECT / "examples").glob("*.yaml"))}
+    folder = PROJECT / "examples"
+    examples = {
+        f"example-{path.stem}": path for path in sorted([*folder.glob("*.yaml"), *folder.glob("ascend/*.yaml")])
+    }
     return cases | examples
 
 

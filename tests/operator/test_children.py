@@ -108,9 +108,12 @@ def test_tensor_parallelism_follows_the_devices() -> None:
 
 
 def test_a_310p_computes_in_float16_and_eagerly() -> None:
-    args = container(planned({**VLLM, "accelerator": {"profile": "ascend310p"}}))["args"]
-    assert args[args.index("--dtype") + 1] == "float16"
-    assert args.count("--enforce-eager") == 1
+    """With either engine, and not twice where the user says so too."""
+    for spec in ({}, VLLM, {"runtime": {"extraArgs": ["--enforce_eager"]}}):
+        args = container(planned({**spec, "accelerator": {"profile": "ascend310p"}}))["args"]
+        assert args[args.index("--dtype") + 1] == "float16"
+        assert [arg.replace("_", "-") for arg in args].count("--enforce-eager") == 1
+        assert "--enforce-eager" not in container(planned({**spec, "accelerator": {"profile": "ascend910b"}}))["args"]
 
 
 # images and devices -------------------------------------------------------------------------------------------------
@@ -160,6 +163,12 @@ def test_a_cpu_pod_has_no_device_and_no_driver() -> None:
     assert [volume["name"] for volume in pod_spec(plan)["volumes"]] == ["model", "tmp", "shm"]
     assert "PYTORCH_NPU_ALLOC_CONF" not in by_name(container(plan)["env"])
     assert "supplementalGroups" not in pod_spec(plan)["securityContext"]
+
+
+def test_segments_of_memory_grow_where_the_chip_has_such() -> None:
+    for profile, expected in (("ascend910b", True), ("hami-ascend910c", True), ("ascend310p", False)):
+        env = by_name(container(planned({"accelerator": {"profile": profile}}))["env"])
+        assert ("PYTORCH_NPU_ALLOC_CONF" in env) is expected
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,10 @@ def test_a_misspelt_field_is_refused_by_strict_validation(server: httpx.Client) 
     assert 'unknown field "spec.prefixCache"' in message
 
 
-@pytest.mark.parametrize("path", sorted((PROJECT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+EXAMPLES = sorted([*(PROJECT / "examples").glob("*.yaml"), *(PROJECT / "examples" / "ascend").glob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_accepted_and_honoured(server: httpx.Client, path: Path) -> None:
     created = create(server, yaml.safe_load(path.read_text()), fieldValidation="Strict")
     assert parse(created).spec.model.uri == created["spec"]["model"]["uri"]

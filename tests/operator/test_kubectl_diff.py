@@ -85,17 +85,22 @@ def make_ready(bench: Bench) -> None:
     )
 
 
+FOLDERS = (EXAMPLES, EXAMPLES / "ascend")
+"""Applied as they are: a manifest a file, all of the namespace one works in."""
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 @SIDES
-async def test_the_folder_of_examples(bench: Bench, side: str) -> None:
-    names = [name for path in FILES if path.parent == EXAMPLES for name in services(path)]
+async def test_the_folders_of_examples(bench: Bench, folder: Path, side: str) -> None:
+    names = [name for path in FILES if path.parent == folder for name in services(path)]
     assert len(names) >= 3
-    bench.kubectl("apply", *flags(side), "-f", str(EXAMPLES))
+    bench.kubectl("apply", *flags(side), "-f", str(folder))
     await come_to_rest(bench, *names)
-    assert difference(bench, side, str(EXAMPLES)) == ""
+    assert difference(bench, side, str(folder)) == ""
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if path.parent != EXAMPLES], ids=lambda path: str(path.relative_to(EXAMPLES))
+    "path", [path for path in FILES if path.parent not in FOLDERS], ids=lambda path: str(path.relative_to(EXAMPLES))
 )
 @SIDES
 async def test_services_in_folders_below(bench: Bench, path: Path, side: str) -> None:

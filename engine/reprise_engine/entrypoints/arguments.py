@@ -55,7 +55,6 @@ _NOT_SUPPORTED = {
     "speculative-config": "speculative decoding is not supported",
     "enable-lora": "LoRA adapters are not supported",
     "load-format": "the format is told by the model's files",
-    "enforce-eager": "there are no captured graphs to switch off",
     "swap-space": "preempted sequences are computed again from the prefix cache",
     "cpu-offload-gb": "weights are not offloaded",
 }
@@ -123,6 +122,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     model.add_argument(
         "--device", choices=["auto", "cpu", "npu"], default="auto", help="(auto: an NPU where there is one)"
+    )
+    model.add_argument(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="no captured graphs on an NPU (off); a 310P and a CPU have none",
     )
     model.add_argument("--seed", type=int, default=0, help="of sampling where a request has none (0)")
     model.add_argument("--tensor-parallel-size", type=int, default=1, help="only 1 is supported")
@@ -298,6 +303,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
             scheduler=_scheduler(parsed),
             kv_events=KVEventsConfig.of(parsed.kv_events_config),
             device=parsed.device,
+            enforce_eager=parsed.enforce_eager,
         ),
         host=parsed.host,
         port=parsed.port,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from reprise_engine.entrypoints.arguments import server_options
 from reprise_engine.errors import DamagedModel, ModelError, RepriseError
 from reprise_engine.models.files import ModelFiles, find_weights
+from reprise_engine.npu_environment import hide_torch_npu
 from reprise_engine.server import logs
 from reprise_engine.server.defaults import load_defaults
 from reprise_engine.server.options import ServerOptions
@@ -44,6 +45,7 @@ def check_model(options: ServerOptions) -> str:
 
     Returns a description. Raises ConfigError or ModelError as the server would.
     """
+    hide_torch_npu()  # no NPU is needed to judge a model
     # Only here: reading a configuration imports transformers, and flags are to be judged without it.
     from reprise_engine.models.spec import read_spec
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprise_engine.errors import ConfigError, RepriseError
+from reprise_engine.npu_environment import is_torch_npu_installed
 from reprise_engine.version import __version__
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def exit_code(
             raise ConfigError(f"--json is {parsed.json}, whose folder does not exist.")
         if parsed.tolerance is not None and not parsed.tolerance >= 0:
             raise ConfigError(f"--tolerance is {parsed.tolerance}; it must be at least 0.")
+        if is_torch_npu_installed():
+            from reprise_engine.device import settle_torch_npu
+
+            settle_torch_npu(parsed.device)
         ok, content = evaluation(parsed)
         if parsed.json is not None:
             from reprise_engine.evaluation.report import write_json

@@ -84,6 +84,7 @@ class LLM:
         revision: str | None = None,
         dtype: DType = "auto",
         device: Device = "auto",
+        enforce_eager: bool = False,
         seed: int = 0,
         trust_remote_code: bool = False,
         max_model_len: int | None = None,
@@ -102,7 +103,7 @@ class LLM:
         chat_template: str | None = None,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """Loads the model. Raises ConfigError, ModelError, InsufficientMemory or OutOfMemory.
+        """Loads the model. Raises ConfigError, DeviceError, ModelError, InsufficientMemory or OutOfMemory.
 
         `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids
         and completions have no text. `kv_events_config` is what the server takes as `--kv-events-config`.
@@ -141,6 +142,7 @@ class LLM:
                 ),
                 kv_events=kv_events_config,
                 device=device,
+                enforce_eager=enforce_eager,
             )
         )
         # Also when the interpreter ends: the last events are published, the last blocks written.

@@ -8,11 +8,12 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from reprise_engine.attention.base import AttentionBackend, LayerKV
+from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, LayerKV
 from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
+from reprise_engine.runner.npu_graphs import DecodeGraphs, GraphCapturer, capture_decode_graphs, spare_blocks
 from reprise_engine.runner.transfer import KVTransfer
 from reprise_engine.sampler import mask_logits, sample
 from reprise_engine.step import Step, StepResult
@@ -35,7 +36,9 @@ class ModelRunner:
         seed: int,
         transfer: KVTransfer | None = None,
         grammars: Grammars | None = None,
+        num_spare_blocks: int = 0,
     ) -> None:
+        """The last `num_spare_blocks` of `kv` are nobody's: padded rows of captured graphs are written there."""
         self._model = model
         self._backend = backend
         self._kv = kv
@@ -45,7 +48,27 @@ class ModelRunner:
         # transformers leaves both untyped.
         self._decoder: nn.Module = model.module.get_decoder()  # type: ignore[no-untyped-call]
         self._head: nn.Module = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._num_blocks, self._block_size = kv[0].num_blocks, kv[0].block_size
+        self._block_size = kv[0].block_size
+        self._num_blocks = kv[0].num_blocks - num_spare_blocks
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_decode_graphs(
+        self, capturer: GraphCapturer, sizes: tuple[int, ...], *, max_model_len: int
+    ) -> DecodeGraphs | None:
+        """Decode steps of up to `max(sizes)` requests are replayed from now on. None where no graph could be captured:
+        then they go on being run eagerly. Needs `spare_blocks(sizes, …)` of them."""
+        needed = spare_blocks(sizes, block_size=self._block_size)
+        assert self._kv[0].num_blocks - self._num_blocks >= needed, "padded rows have no slots of their own"
+        self._graphs = capture_decode_graphs(
+            self._decode,
+            capturer,
+            sizes,
+            max_model_len=max_model_len,
+            block_size=self._block_size,
+            first_spare=self._num_blocks,
+            device=self._model.device,
+        )
+        return self._graphs
 
     def run(self, step: Step) -> StepResult:
         """One forward pass over the step's tokens. Raises ValueError for a step that does not fit its blocks."""
@@ -123,12 +146,20 @@ class ModelRunner:
             self._backend.copy_blocks(layer, copies)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """The last hidden states (T, D) of the step's tokens."""
+        """The last hidden states (T, D) of the tokens of the step: a decode step is replayed where it was captured."""
+        replayed = None if self._graphs is None else self._graphs.run(batch)
+        if replayed is not None:
+            return replayed
+        return self._decode(batch.input_ids_1T, batch.position_ids_1T, batch.metadata)
+
+    def _decode(
+        self, input_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         output = self._decoder(
-            input_ids=batch.input_ids_1T,
-            position_ids=batch.position_ids_1T,
+            input_ids=input_ids_1T,
+            position_ids=position_ids_1T,
             use_cache=False,
-            paged=PagedContext(backend=self._backend, kv=self._kv, metadata=batch.metadata),
+            paged=PagedContext(backend=self._backend, kv=self._kv, metadata=metadata),
         )
         hidden_1TD: torch.Tensor = output.last_hidden_state
         return hidden_1TD[0]

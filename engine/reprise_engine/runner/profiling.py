@@ -1,4 +1,4 @@
-"""Peak memory of a forward pass on an NPU, measured by running one."""
+"""Peak memory of a forward pass on an NPU, and of captured graphs, measured by running and capturing some."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from reprise_engine.models.loader import LoadedModel
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
+from reprise_engine.runner.npu_graphs import DecodeGraphs, NPUGraphCapturer, spare_blocks
 from reprise_engine.step import BlockId, ScheduledRequest, Step
 
 # The runtime's context and communication buffers are well below this.
@@ -34,10 +35,15 @@ class NPUMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NPUPeak:
-    """Bytes: `activations` is torch's peak above what stays allocated, `other` what is taken outside torch."""
+    """Bytes: `weights` is what the loaded model holds, `activations` torch's peak above what stays allocated, `other`
+    what is taken outside torch, `graphs` what all captured graphs take. `graph_sizes` are those that can be captured.
+    """
 
+    weights: int
     activations: int
     other: int
+    graphs: int
+    graph_sizes: tuple[int, ...]
 
 
 def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: int) -> tuple[Step, int]:
@@ -69,14 +75,22 @@ def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: 
 
 
 def profile_npu(
-    model: LoadedModel, scheduler: SchedulerConfig, before: NPUMemory, *, block_size: int, max_model_len: int
+    model: LoadedModel,
+    scheduler: SchedulerConfig,
+    before: NPUMemory,
+    *,
+    block_size: int,
+    max_model_len: int,
+    graph_sizes: tuple[int, ...] = (),
 ) -> NPUPeak:
-    """Runs the largest step on a pool that holds just it, and reads torch's counters."""
+    """Runs the largest step on a pool that holds just it, captures graphs over it, and reads the counters."""
     npu = _torch_npu()
+    weights = npu.memory_allocated(model.device)
     step, num_blocks = profile_step(scheduler, block_size=block_size, max_model_len=max_model_len)
+    num_spare = spare_blocks(graph_sizes, block_size=block_size)
     kv = allocate_kv_cache(
         num_layers=model.spec.num_layers,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks + num_spare,
         block_size=block_size,
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,
@@ -86,15 +100,42 @@ def profile_npu(
     npu.synchronize()
     resting = npu.memory_allocated(model.device)
     npu.reset_peak_memory_stats(model.device)
-    ModelRunner(model, create_attention_backend(model.device), kv, seed=0).run(step)
+    runner = ModelRunner(model, create_attention_backend(model.device), kv, seed=0, num_spare_blocks=num_spare)
+    runner.run(step)
     npu.synchronize()
     activations = npu.max_memory_allocated(model.device) - resting
-    # What another engine took in the meantime cannot be told from our own runtime's share, so the share is bounded.
+    # Of engines that start on this NPU one does so at a time (npu_turns.py); what one that serves already takes in the
+    # meantime cannot be told from our own runtime's share, so the share is bounded.
     free, _ = npu.mem_get_info(model.device)
     other = min(max(0, before.free - free - npu.memory_reserved(model.device)), _MOST_OUTSIDE_TORCH)
-    del kv
+    graphs, graph_sizes = _profile_graphs(npu, runner, model, graph_sizes, max_model_len=max_model_len)
+    del kv, runner
     npu.empty_cache()
-    return NPUPeak(activations=activations, other=other)
+    return NPUPeak(weights=weights, activations=activations, other=other, graphs=graphs, graph_sizes=graph_sizes)
+
+
+def _profile_graphs(
+    npu: Any, runner: ModelRunner, model: LoadedModel, sizes: tuple[int, ...], *, max_model_len: int
+) -> tuple[int, tuple[int, ...]]:
+    """Bytes that graphs of `sizes` take, and the sizes to capture: all of them, or none where that fails.
+
+    Two are captured, the largest ones. The first takes the memory that they share, the second as much as any further
+    one at most (vLLM estimates likewise, `profile_cudagraph_memory`)."""
+    if not sizes:
+        return 0, ()
+    taken: list[int] = []
+    kept: list[DecodeGraphs] = []  # what has been captured takes memory as long as it is held
+    capturer = NPUGraphCapturer(npu, num_attentions=model.spec.num_layers)
+    for size in sorted(sizes, reverse=True)[:2]:
+        npu.empty_cache()
+        free, _ = npu.mem_get_info(model.device)
+        graphs = runner.capture_decode_graphs(capturer, (size,), max_model_len=max_model_len)
+        if graphs is None:
+            return 0, ()
+        kept.append(graphs)
+        npu.synchronize()
+        taken.append(max(0, free - npu.mem_get_info(model.device)[0]))
+    return taken[0] + sum(taken[1:]) * (len(sizes) - 1), sizes
 
 
 def _torch_npu() -> Any:

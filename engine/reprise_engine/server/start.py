@@ -12,7 +12,7 @@ import resource
 import socket
 
 from reprise_engine.engine_process import EngineProcess
-from reprise_engine.errors import ConfigError, OutOfMemory, RepriseError
+from reprise_engine.errors import ConfigError, DeviceError, OutOfMemory, RepriseError
 from reprise_engine.messages import Start
 from reprise_engine.server import logs
 from reprise_engine.server.options import ServerOptions
@@ -41,7 +41,7 @@ def run(options: ServerOptions) -> int:
         return lifecycle.run(options, listener, process)
     except RepriseError as error:
         # The operator reads the class of the error from the last words: it becomes the reason in the status.
-        told = error.__cause__ if isinstance(error.__cause__, OutOfMemory) else error
+        told = error.__cause__ if isinstance(error.__cause__, OutOfMemory | DeviceError) else error
         words = f"{type(told).__name__}: {told}"
         return _fail(str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED, words=words)
 

@@ -92,8 +92,10 @@ def scheduler_labels(service: InferenceService) -> dict[str, str]:
 
 
 def accelerator_env(service: InferenceService) -> list[dict[str, Any]]:
-    """Environment of torch_npu: segments that grow keep a long-running engine from fragmenting its memory."""
-    if not profile_of(service).is_npu:
+    """Environment of torch_npu: segments that grow keep a long-running engine from fragmenting its memory; a 310P has
+    none."""
+    profile = profile_of(service)
+    if not profile.is_npu or profile.chip == "310P":
         return []
     return [{"name": "PYTORCH_NPU_ALLOC_CONF", "value": "expandable_segments:True"}]
 

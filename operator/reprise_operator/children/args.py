@@ -76,6 +76,7 @@ def _reprise(service: InferenceService) -> list[str]:
         # Left to itself the engine would serve on the CPU where its image or the node lacks what the NPU needs, slowly
         # and with the NPU idle. Told so, it ends and says what is missing.
         args += ["--device", "npu"]
+    args += _eager(service)
     chunked = service.spec.chunked_prefill.enabled
     if chunked is not None:
         args.append(_switch("enable-chunked-prefill", on=chunked))
@@ -95,9 +96,14 @@ def _vllm_ascend(service: InferenceService) -> list[str]:
     devices = device_count(service)
     if devices > 1:
         args += ["--tensor-parallel-size", str(devices)]
-    if profile_of(service).eager and not _has(service.spec.runtime.extra_args, "enforce-eager"):
-        args.append("--enforce-eager")
-    return args
+    return args + _eager(service)
+
+
+def _eager(service: InferenceService) -> list[str]:
+    """The flag of both engines for chips that capture no graphs."""
+    if not profile_of(service).eager or _has(service.spec.runtime.extra_args, "enforce-eager"):
+        return []
+    return ["--enforce-eager"]
 
 
 def _whole_prompts(service: InferenceService) -> list[str]:

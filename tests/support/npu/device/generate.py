@@ -1,11 +1,12 @@
 """Generates with a tiny model on the device of its name, and prints tokens and cached tokens as JSON.
 
-python -m tests.support.npu.device.generate DEVICE FOLDER DTYPE
+python -m tests.support.npu.device.generate DEVICE FOLDER DTYPE [eager]
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any, get_args
 
@@ -16,7 +17,9 @@ SHARED = "A prefix cache keeps the keys and values of tokens it has seen. " * 4
 PROMPTS = (SHARED + "Paris", SHARED + "hello world", "The quick brown fox", SHARED + "Paris is the capital")
 
 
-def generate(device: Device, folder: str, dtype: DType) -> list[tuple[list[int], int | None]]:
+def generate(
+    device: Device, folder: str, dtype: DType, *, enforce_eager: bool = False
+) -> list[tuple[list[int], int | None]]:
     """Twice, so that the second round finds the first one's blocks; chunks of 96 split prompts and blocks."""
     sized: dict[str, Any] = {"kv_cache_memory_bytes": 32 * 1024**2} if device == "cpu" else {}
     llm = LLM(
@@ -27,6 +30,7 @@ def generate(device: Device, folder: str, dtype: DType) -> list[tuple[list[int],
         max_model_len=512,
         max_num_batched_tokens=96,
         max_num_seqs=4,
+        enforce_eager=enforce_eager,
         **sized,
     )
     outputs = [llm.generate(list(PROMPTS), SamplingParams(temperature=0.0, max_tokens=6)) for _ in range(2)]
@@ -34,7 +38,8 @@ def generate(device: Device, folder: str, dtype: DType) -> list[tuple[list[int],
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
     named_device, named_folder, named_dtype = sys.argv[1:4]
     chosen: Device = next(device for device in get_args(Device) if device == named_device)
     kind: DType = next(dtype for dtype in get_args(DType) if dtype == named_dtype)
-    print(json.dumps(generate(chosen, named_folder, kind)))
+    print(json.dumps(generate(chosen, named_folder, kind, enforce_eager="eager" in sys.argv[4:])))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.support.npu.device.dispatch import GraphDispatchMode
 from tests.support.npu.device.tensor import NpuTensor, raw_of, run, target_device
 
 # They wait for the device, or bring values to the host.
@@ -39,6 +40,8 @@ class NPUGraph:
     """As torch.npu.NPUGraph: captured once within `torch.npu.graph`, replayed as often as wanted."""
 
     def __init__(self) -> None:
+        self.graph_dispatch_mode = GraphDispatchMode()
+        self.auto_dispatch_capture = False
         self._tasks: list[_Task] = []
         self._group: TaskGroup | None = None
         self._updated: list[_Task] | None = None
@@ -59,6 +62,11 @@ class NPUGraph:
             fresh = [leaf for leaf in fresh if not any(leaf is raw_of(target) for target in written)]
             for target, source in zip(task.results, fresh, strict=True):
                 target.copy_(source)
+
+    def update(self, cpu_update_input: Sequence[dict[str, Any]]) -> None:
+        if not self.auto_dispatch_capture:
+            raise RuntimeError("The current graph configuration does not support update")
+        self.graph_dispatch_mode.update_capture_record(cpu_update_input)
 
     def reset(self) -> None:
         self._tasks.clear()
