@@ -31,7 +31,7 @@ class ModelConfig:
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
-    """Serve the weights as they are quantised: "ascend" reads what msmodelslim writes. None serves float weights only."""
+    """How the weights are quantised: "ascend" reads what msmodelslim writes. None serves float weights only."""
     max_model_len: int | None = None
     """Tokens of prompt plus output; None takes the model's own limit."""
     trust_remote_code: bool = False

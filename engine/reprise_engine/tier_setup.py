@@ -102,6 +102,8 @@ def _identity(cache: CacheConfig, model: LoadedModel, *, block_size: int, kernel
         arithmetic = "cpu-torch" if kernels is None else f"cpu-{kernels.level}-{library_path().stem}"
     else:
         arithmetic = model.device.type
+    if model.quantization is not None:
+        arithmetic += "-w8a8"
     return CacheIdentity(
         weights=fingerprint_files(
             content_files(files.folder, weights=files.weights, gguf_file=files.gguf_file),

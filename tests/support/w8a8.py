@@ -3,8 +3,8 @@
     python -m tests.support.w8a8 SOURCE TARGET [--dynamic PATTERN …] [--float PATTERN …]
 
 The formulas are the writer's own (`msmodelslim/core/quant_service/modelslim_v1/save/ascendv1.py`): symmetric weights by
-output channel; activations by layer with an offset, from the least and the greatest value of a calibration (`static`), or
-by token (`dynamic`). Nothing is done about outliers, which the real tool smooths before: figures are pessimistic.
+output channel; activations by layer with an offset, from the least and the greatest value of a calibration (`static`),
+or by token (`dynamic`). Nothing is done about outliers, which the real tool smooths before: figures are pessimistic.
 
 Axis letters: T tokens, I inputs, O outputs.
 """
@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from reprise_engine.models.quiet import without_progress_bars
 
 DESCRIPTION = "quant_model_description.json"
 WEIGHTS = "quant_model_weights.safetensors"
@@ -70,7 +72,11 @@ def static_tensors(
 def dynamic_tensors(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     """`on_w8a8_dynamic_per_channel`."""
     quantized_OI, scale_O = quantize_weight(weight_OI)
-    return {"weight": quantized_OI, "weight_scale": scale_O[:, None], "weight_offset": torch.zeros_like(scale_O)[:, None]}
+    return {
+        "weight": quantized_OI,
+        "weight_scale": scale_O[:, None],
+        "weight_offset": torch.zeros_like(scale_O)[:, None],
+    }
 
 
 def quantize_model(
@@ -87,7 +93,9 @@ def quantize_model(
     options: dict[str, Any] = {"dtype": "auto"}
     if gguf_file is not None:
         options = {"dtype": torch.bfloat16, "gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    model: Any = AutoModelForCausalLM.from_pretrained(source, **options).eval()
+    with without_progress_bars():
+        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    model.eval()
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     seen = _calibrate(model, linears, calibration)
     tensors: dict[str, torch.Tensor] = {}

@@ -20,7 +20,10 @@ from reprise_engine.text import load_tokenizer
 EXIT_OK = 0
 EXIT_WRONG = 2
 
-_WHOLE = {"safetensors": ("model.safetensors", "*.safetensors.index.json"), "bin": ("pytorch_model.bin", "*.bin.index.json")}
+_WHOLE = {
+    "safetensors": ("model.safetensors", "*.safetensors.index.json"),
+    "bin": ("pytorch_model.bin", "*.bin.index.json"),
+}
 
 
 def main(parsed: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are quantised, and how: the description that Ascend's msmodelslim writes → a frozen plan.
+"""Which layers of a checkpoint are quantised, and how: the description that msmodelslim writes → a frozen plan.
 
     {"model_quant_type": "W8A8", "version": "1.0.0", …,
      "model.layers.0.self_attn.q_proj.weight": "W8A8", "model.layers.0.self_attn.q_proj.deq_scale": "W8A8", …,
@@ -23,7 +23,7 @@ from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.models.files import ModelFiles
 
 Scheme = Literal["W8A8", "W8A8_DYNAMIC"]
-"""Weights int8 by output channel, and activations int8: with a scale of the layer (W8A8), or of each token (DYNAMIC)."""
+"""Weights int8 by output channel, activations int8 with a scale of the layer (W8A8) or of each token (DYNAMIC)."""
 
 DESCRIPTION_PATTERN = "quant_model_description*.json"
 _FLOAT = "FLOAT"

@@ -36,7 +36,7 @@ class Tensors:
         self._opened: dict[str, Any] = {}
         for path in files.weight_paths():
             try:
-                opened = safe_open(path, framework="pt")
+                opened: Any = safe_open(path, framework="pt")
                 self._opened |= dict.fromkeys(opened.keys(), opened)
             except (OSError, SafetensorError) as error:
                 raise DamagedModel(f"The weights in {path} cannot be read: {error}") from error
@@ -64,12 +64,12 @@ class Tensors:
         self._opened.pop(name, None)
 
 
-def load_quantized(
-    files: ModelFiles, spec: ModelSpec, plan: QuantizationPlan, dtype: torch.dtype
-) -> PreTrainedModel:
+def load_quantized(files: ModelFiles, spec: ModelSpec, plan: QuantizationPlan, dtype: torch.dtype) -> PreTrainedModel:
     """The model in host memory, float tensors in `dtype`. Raises DamagedModel or UnsupportedModel."""
     if files.weights != "safetensors":
-        raise UnsupportedModel(f"{files.folder} has weights as {files.weights}; quantised ones are read as safetensors.")
+        raise UnsupportedModel(
+            f"{files.folder} has weights as {files.weights}; quantised ones are read as safetensors."
+        )
     module = _empty_model(spec, dtype)
     tensors = Tensors(files)
     for name, scheme in _linear_layers(module, plan).items():
@@ -83,8 +83,8 @@ def load_quantized(
     _fill_norm_biases(module, tensors)
     if tensors.names():
         raise UnsupportedModel(
-            f"The weights in {files.folder} have {len(tensors.names())} tensors that {spec.architecture} does not, among "
-            f"them {', '.join(tensors.names()[:3])}: another model's, or of a kind of quantisation that is not served."
+            f"The weights in {files.folder} have {len(tensors.names())} tensors that {spec.architecture} does not, "
+            f"among them {', '.join(tensors.names()[:3])}: another model's, or of quantisation that is not served."
         )
     return module
 
@@ -94,8 +94,9 @@ def _empty_model(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "trust_remote_code": False}
     if spec.expert_size:
         options["experts_implementation"] = "eager"  # as in loader.py
+    make: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(spec.config, **options)
+        module = make(spec.config, **options)
     assert isinstance(module, PreTrainedModel)
     # What is computed from the configuration and stored nowhere (the frequencies of RoPE) is computed again, in memory.
     for name, child in list(module.named_modules()):
@@ -119,8 +120,8 @@ def _linear_layers(module: PreTrainedModel, plan: QuantizationPlan) -> Mapping[s
             ) from None
         if type(layer) is not nn.Linear:
             raise UnsupportedModel(
-                f"{name} in {plan.source} is {scheme}, but it is a {type(layer).__name__}; linear layers and experts are "
-                "served quantised."
+                f"{name} in {plan.source} is {scheme}, but it is a {type(layer).__name__}; linear layers and experts "
+                "are served quantised."
             )
         layers[name] = scheme
     return layers
@@ -221,25 +222,23 @@ def _word(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _fill_experts(
-    module: PreTrainedModel, name: str, experts: Any, plan: QuantizationPlan, tensors: Tensors
-) -> None:
+def _fill_experts(module: PreTrainedModel, name: str, experts: Any, plan: QuantizationPlan, tensors: Tensors) -> None:
     """The files have the experts one by one, the definition all in one tensor."""
     layers = [f"{name}.{index}.{which}" for index in range(experts.num_experts) for which in _EXPERT_PROJECTIONS]
     kinds = {plan.schemes.get(layer, "FLOAT") for layer in layers}
     if kinds == {"FLOAT"}:
-        for part, which in (("gate_up_proj", _EXPERT_PROJECTIONS[:2]), ("down_proj", _EXPERT_PROJECTIONS[2:])):
-            parameter = getattr(experts, part)
-            stacked = torch.stack([
-                torch.cat([tensors.take(f"{name}.{index}.{projection}.weight") for projection in which])
+        for part, projections in (("gate_up_proj", _EXPERT_PROJECTIONS[:2]), ("down_proj", _EXPERT_PROJECTIONS[2:])):
+            matrices = [
+                torch.cat([tensors.take(f"{name}.{index}.{projection}.weight") for projection in projections])
                 for index in range(experts.num_experts)
-            ])  # fmt: skip
-            setattr(experts, part, _parameter(f"{name}.{part}", stacked, parameter))
+            ]
+            parameter: nn.Parameter = getattr(experts, part)
+            setattr(experts, part, _parameter(f"{name}.{part}", torch.stack(matrices).to(parameter.dtype), parameter))
         return
     if kinds != {"W8A8_DYNAMIC"}:
         raise UnsupportedModel(
-            f"The experts of {name} are {', '.join(sorted(kinds))} in {plan.source}; all of them must be W8A8_DYNAMIC, or "
-            "all FLOAT."
+            f"The experts of {name} are {', '.join(sorted(kinds))} in {plan.source}; all of them must be "
+            "W8A8_DYNAMIC, or all FLOAT."
         )
     inner, hidden = experts.intermediate_dim, experts.hidden_dim
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -266,7 +265,7 @@ def _fill_experts(
 def _fill_parameters(module: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> None:
     """Puts float tensors where the definition has parameters without memory; then ties what is tied."""
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
-    head = module.get_output_embeddings()
+    head: Any = getattr(module, "lm_head", None)
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not parameter.is_meta or (tied and name == "lm_head.weight"):
             continue

@@ -57,9 +57,7 @@ class W8A8StaticLinear(W8A8Layer):
 class W8A8DynamicLinear(W8A8Layer):
     """`weight` (O, I) int8; `weight_scale` (O,) float32; `bias` (O,) float32 or None."""
 
-    def __init__(
-        self, *, weight_OI: torch.Tensor, weight_scale_O: torch.Tensor, bias_O: torch.Tensor | None
-    ) -> None:
+    def __init__(self, *, weight_OI: torch.Tensor, weight_scale_O: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         super().__init__()
         self.weight = constant(weight_OI)
         self.weight_scale = constant(weight_scale_O)
@@ -158,7 +156,7 @@ def int8_matmul(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_in_floats(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """The same sums by float32 matrix products, so few inputs at a time that each of them is an integer float32 holds."""
+    """The same sums by float32 products, so few inputs at a time that each sum is an integer that float32 holds."""
     sums_TO = torch.zeros((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.int32)
     for start in range(0, x_TI.shape[1], _EXACT_INPUTS):
         part = slice(start, start + _EXACT_INPUTS)
