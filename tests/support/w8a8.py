@@ -123,6 +123,7 @@ def quantize_model(
             if not path.name.endswith(".index.json"):
                 shutil.copy(path, target)
     if gguf_file is not None:
+        model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(target)
     return target
 

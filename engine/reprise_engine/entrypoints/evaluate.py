@@ -106,8 +106,8 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         )
     if parsed.quantization is None and parsed.reference_model is not None:
         raise ConfigError(
-            f"--reference-model is {parsed.reference_model}, but the model is evaluated as a float one, whose reference "
-            "is itself; give --quantization ascend, or leave --reference-model out."
+            f"--reference-model is {parsed.reference_model}, but the model is evaluated as a float one, whose "
+            "reference is itself; give --quantization ascend, or leave --reference-model out."
         )
     return EngineOptions(
         model=parsed.model,

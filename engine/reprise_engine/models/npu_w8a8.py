@@ -5,8 +5,8 @@
 
 Called as vllm-ascend does (`quantization/methods/w8a8_static.py`, `w8a8_dynamic.py`): scale and offset of the
 activations in the activations' dtype, which aclnnAscendQuantV3 demands (ops-nn, aclnn_ascend_quant_v3.cpp,
-CheckDtypeCompatible), and weights with the inputs first, dense. Scales of weights stay float32, which the operator takes
-for bfloat16 and float16 results alike: for float16 it converts deq_scale itself (op-plugin,
+CheckDtypeCompatible), and weights with the inputs first, dense. Scales of weights stay float32, which the operator
+takes for bfloat16 and float16 results alike: for float16 it converts deq_scale itself (op-plugin,
 QuantMatmulKernelNpuOpApi.cpp, use_trans_quant_param). Schemas: torch-npu 2.13.0. Axis letters as in `w8a8.py`.
 """
 
