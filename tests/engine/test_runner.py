@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from reprise_engine.attention.base import AttentionBackend
 from reprise_engine.attention.cpu import CPUAttention
-from reprise_engine.attention.npu import NPUAttention
 from reprise_engine.attention.reference import ReferenceAttention
 from reprise_engine.config import DType, ModelConfig, SchedulerConfig
 from reprise_engine.models.loader import LoadedModel, load_model
@@ -22,7 +21,6 @@ from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import profile_step
 from reprise_engine.step import BlockCopy, BlockId, ScheduledRequest, Step
-from tests.engine.npu_ops import npu_operators
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
 
 CPU = torch.device("cpu")
@@ -149,13 +147,9 @@ def test_kv_cache_is_zero_and_has_the_declared_shape() -> None:
 # --- logits
 
 
-@pytest.fixture(params=["reference", "cpu", "npu"])
-def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    if request.param == "npu":
-        with npu_operators():
-            yield NPUAttention(CPU)
-    else:
-        yield ReferenceAttention() if request.param == "reference" else CPUAttention()
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return ReferenceAttention() if request.param == "reference" else CPUAttention()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,1 @@
+"""On PYTHONPATH this folder has the `torch_npu` of an emulated NPU."""
