@@ -19,6 +19,8 @@ import torch
 from reprise_engine import __version__
 from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
+from reprise_engine.attention.npu_chip import chip_of
+from reprise_engine.attention.npu_limits import check_npu_flags
 from reprise_engine.config import (
     DEFAULT_BLOCK_SIZE,
     NPU_BLOCK_SIZE,
@@ -28,7 +30,7 @@ from reprise_engine.config import (
 )
 from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.device import limit_cpu_threads, resolve_device
-from reprise_engine.errors import ConfigError, ModelError, RequestError
+from reprise_engine.errors import ModelError, RequestError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv_events.config import KVEventsConfig
@@ -102,6 +104,8 @@ def _build(
     device = resolve_device(config.device)
     device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
     block_size = _choose_block_size(config.cache, device_type)
+    if device_type == "npu":
+        check_npu_flags(chip_of(device), block_size=block_size, max_num_seqs=config.scheduler.max_num_seqs)
     npu_memory = NPUMemory.probe(device) if device_type == "npu" else None
     if device_type == "cpu":
         logger.info("%d threads", limit_cpu_threads())
@@ -223,12 +227,7 @@ def _grammar_tokenizer(config: EngineConfig, model: LoadedModel) -> llguidance.L
 def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
     if device == "cpu":
         return cache.block_size or DEFAULT_BLOCK_SIZE
-    block_size = cache.block_size or NPU_BLOCK_SIZE
-    if block_size % NPU_BLOCK_SIZE != 0:
-        raise ConfigError(
-            f"--block-size is {block_size}; on an NPU it must be a multiple of {NPU_BLOCK_SIZE}, up to 512."
-        )
-    return block_size
+    return cache.block_size or NPU_BLOCK_SIZE
 
 
 def _gather_facts(

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reprise_engine.attention.base import LayerKV
+from reprise_engine.attention.base import KVLayout, LayerKV
+from reprise_engine.attention.npu_chip import chip_of
 from reprise_engine.config import CacheConfig
 from reprise_engine.errors import ConfigError
 from reprise_engine.kv.tiering import Tiering
@@ -27,7 +28,7 @@ STAGING_BYTES = 64 * 2**20
 """Host memory through which blocks pass to the disk and back, where there is no host tier."""
 _FEWEST_SLOTS = 4
 """Fewer would leave the disk nothing to do beside what is being copied."""
-LAYOUT = "layer,kv,slot,head,dim"
+LAYOUTS = {KVLayout.BSKH: "layer,kv,slot,head,dim", KVLayout.NZ: "layer,kv,column,slot,16"}
 """Of a slot: see runner/transfer.py."""
 
 
@@ -76,14 +77,14 @@ def build_tiers(
         store = DiskStore(
             cache.prefix_cache_dir,
             capacity_bytes=cache.disk_size,
-            identity=_identity(cache, model, block_size=block_size, kernels=kernels),
+            identity=_identity(cache, model, layout=kv[0].layout, block_size=block_size, kernels=kernels),
             payload_bytes=bytes_per_block,
         )
         logger.info("%s holds %d blocks of the prefix cache", cache.prefix_cache_dir, store.stats().records)
     transfer = create_transfer(kv, num_slots=num_slots)
     if store is not None and (records := store.stats().records):
         staging = max(1, STAGING_BYTES // bytes_per_block)
-        transfer.expect(num_blocks=min(records, kv[0].key_BSKH.shape[0]), num_slots=min(staging, num_slots))
+        transfer.expect(num_blocks=min(records, kv[0].num_blocks), num_slots=min(staging, num_slots))
     tiering = Tiering(
         HostSlots(num_slots),
         None if store is None else DiskWorker(store, transfer.view),
@@ -95,13 +96,15 @@ def build_tiers(
     return Tiers(transfer, tiering)
 
 
-def _identity(cache: CacheConfig, model: LoadedModel, *, block_size: int, kernels: Kernels | None) -> CacheIdentity:
+def _identity(
+    cache: CacheConfig, model: LoadedModel, *, layout: KVLayout, block_size: int, kernels: Kernels | None
+) -> CacheIdentity:
     files, spec = model.files, model.spec
     if model.device.type == "cpu":
         # The library's name carries the digest of its sources: other kernels round otherwise.
         arithmetic = "cpu-torch" if kernels is None else f"cpu-{kernels.level}-{library_path().stem}"
     else:
-        arithmetic = model.device.type
+        arithmetic = f"npu-{chip_of(model.device).name}"
     if model.quantization is not None:
         arithmetic += "-w8a8"
     return CacheIdentity(
@@ -113,7 +116,7 @@ def _identity(cache: CacheConfig, model: LoadedModel, *, block_size: int, kernel
         dtype=model.dtype,
         kv_dtype=str(model.kv_dtype).removeprefix("torch."),
         arithmetic=arithmetic,
-        layout=LAYOUT,
+        layout=LAYOUTS[layout],
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

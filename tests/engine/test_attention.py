@@ -1,8 +1,9 @@
-"""Every attention backend against dense attention, over mixed steps: cold, warm, chunked, decoding, grouped heads."""
+"""The backends on a CPU against dense attention, over mixed steps: cold, warm, chunked, decoding, grouped heads. Those
+of NPUs are held to the reference in test_npu_attention.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, LayerKV
 from reprise_engine.attention.cpu import CPUAttention, group_by_length
-from reprise_engine.attention.npu import NPUAttention
 from reprise_engine.attention.reference import ReferenceAttention
 
 HEAD_DIM = 16
@@ -134,28 +134,17 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     ).transpose(0, 1)
 
 
-@pytest.fixture(params=["reference", "cpu", "npu"])
+@pytest.fixture(params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    if request.param == "npu":
-        # In float32, which no NPU has, so that one tolerance holds for all backends.
-        request.getfixturevalue("float32_npu")
-        return NPUAttention(torch.device("cpu"))
     return ReferenceAttention() if request.param == "reference" else CPUAttention()
-
-
-def fitting(backend: AttentionBackend, case: Case) -> Case:
-    """An NPU takes blocks in multiples of 16."""
-    return replace(case, block_size=max(16, case.block_size)) if isinstance(backend, NPUAttention) else case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_equals_dense_attention(backend: AttentionBackend, case: Case) -> None:
-    scene = make_scene(fitting(backend, case))
+    scene = make_scene(case)
     torch.testing.assert_close(scene.run(backend).double(), scene.expected_TNH, atol=2e-6, rtol=1e-5)
 
 
-# Not on an NPU: its cache has the dtype of the model.
-@pytest.mark.parametrize("backend", ["reference", "cpu"], indirect=True)
 @pytest.mark.parametrize("case", CASES[:7], ids=lambda case: case.name)
 def test_backend_reads_the_pools_rounded_values(backend: AttentionBackend, case: Case) -> None:
     """A bfloat16 pool: what this step wrote is read back rounded, so a later warm run sees the same keys."""
@@ -164,7 +153,7 @@ def test_backend_reads_the_pools_rounded_values(backend: AttentionBackend, case:
 
 
 def test_backend_writes_its_slots_and_nothing_else(backend: AttentionBackend) -> None:
-    scene = make_scene(fitting(backend, CASES[6]))
+    scene = make_scene(CASES[6])
     before = torch.stack([scene.kv.key_BSKH, scene.kv.value_BSKH]).flatten(1, 2)
     scene.run(backend)
     after = torch.stack([scene.kv.key_BSKH, scene.kv.value_BSKH]).flatten(1, 2)

@@ -118,7 +118,7 @@ def test_a_description_in_the_configuration_counts_where_no_other_tool_is_named(
     plan = read_quantization(files, requested="ascend")
     assert plan is not None
     assert plan.schemes[Q] == "W8A8"
-    with pytest.raises(ConfigError, match="config.json says that the weights are quantised"):
+    with pytest.raises(ConfigError, match=r"config\.json says that the weights are quantised"):
         read_quantization(files, requested=None)
     other = folder_of(tmp_path, config={"quantization_config": {"quant_method": "fp8"}})
     assert read_quantization(other, requested=None) is None  # read_spec refuses it
@@ -127,7 +127,7 @@ def test_a_description_in_the_configuration_counts_where_no_other_tool_is_named(
 
 
 def test_the_flag_on_float_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization is ascend, but .* Leave the flag out"):
+    with pytest.raises(ConfigError, match=r"--quantization is ascend, but .* Leave the flag out"):
         read_quantization(folder_of(tmp_path), requested="ascend")
     gguf = ModelFiles(name="m", folder=tmp_path, weights="gguf", gguf_file="m.gguf")
     with pytest.raises(ConfigError, match="--quantization is ascend"):
@@ -148,5 +148,5 @@ def test_two_descriptions_are_one_too_many(tmp_path: Path) -> None:
 def test_a_description_that_is_no_json_is_damaged(tmp_path: Path) -> None:
     files = folder_of(tmp_path)
     (tmp_path / "quant_model_description.json").write_text("{")
-    with pytest.raises(DamagedModel, match="quant_model_description.json"):
+    with pytest.raises(DamagedModel, match=r"quant_model_description\.json"):
         read_quantization(files, requested="ascend")

@@ -128,6 +128,15 @@ def test_a_step_that_would_leave_its_blocks_is_refused(request_: ScheduledReques
         build_batch(step(request_), block_size=8, num_blocks=10, device=CPU)
 
 
+def test_a_step_that_writes_a_slot_twice_is_refused() -> None:
+    """Two requests may share a block, but only what was in it before the step."""
+    shared = (part("a", tokens(20, 1), (4, 1, 5), start=17), part("b", tokens(18, 2), (4, 1, 6), start=16))
+    assert len(build_batch(step(*shared), block_size=8, num_blocks=10, device=CPU).metadata.slot_mapping_T) == 5
+    twice = (part("a", tokens(12, 1), (4, 1), start=10), part("b", tokens(12, 2), (5, 1), start=11))
+    with pytest.raises(ValueError, match="step 1 writes a slot twice"):
+        build_batch(step(*twice), block_size=8, num_blocks=10, device=CPU)
+
+
 def test_an_empty_step_is_refused() -> None:
     with pytest.raises(ValueError, match="no requests"):
         build_batch(step(), block_size=8, num_blocks=10, device=CPU)

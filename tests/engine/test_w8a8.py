@@ -1,4 +1,4 @@
-"""W8A8 on a CPU: layers against the scheme in plain integers, models against transformers with such layers, the cache."""
+"""W8A8 on a CPU: layers against the scheme in plain integers, models against transformers with those, and the cache."""
 
 from __future__ import annotations
 
@@ -222,7 +222,8 @@ def test_a_norm_s_bias_is_added(tmp_path: Path) -> None:
     assert isinstance(norm, BiasedNorm)
     x = torch.randn(3, 64)
     assert torch.equal(norm(x), norm.norm(x) + torch.linspace(-1, 1, 64))
-    assert not isinstance(module.get_submodule("model.layers.1.input_layernorm"), BiasedNorm)
+    assert isinstance(module.get_submodule("model.layers.1.input_layernorm"), BiasedNorm), "layers stay alike"
+    assert not isinstance(module.get_submodule("model.norm"), BiasedNorm)
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="the kernels are not built")
@@ -281,20 +282,24 @@ def test_quantised_kv_is_never_served_to_the_float_model_nor_to_another_scheme(q
 
 
 Change = Callable[[dict[str, torch.Tensor]], None]
-Q, O = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
+QUERY, OUTPUT = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda t: t.pop(f"{Q}.deq_scale"), DamagedModel, f"lack {Q}.deq_scale"),
+        (lambda t: t.pop(f"{QUERY}.deq_scale"), DamagedModel, f"lack {QUERY}.deq_scale"),
         (lambda t: t.pop("model.norm.weight"), DamagedModel, "lack model.norm.weight"),
-        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}), DamagedModel, f"{Q}.weight is float32"),
-        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:-1]}), DamagedModel, "but config.json asks for"),
-        (lambda t: t.update({f"{Q}.quant_bias": t[f"{Q}.quant_bias"].float()}), DamagedModel, "torch.int32"),
-        (lambda t: t.update({f"{Q}.input_scale": torch.zeros(1)}), DamagedModel, f"{Q}.input_scale has values"),
-        (lambda t: t.update({f"{O}.weight_offset": torch.ones(64, 1)}), UnsupportedModel, "not symmetric"),
-        (lambda t: t.update({f"{O}.weight_scale": torch.ones(64, 4)}), UnsupportedModel, "none by group"),
+        (
+            lambda t: t.update({f"{QUERY}.weight": t[f"{QUERY}.weight"].float()}),
+            DamagedModel,
+            f"{QUERY}.weight is float32",
+        ),
+        (lambda t: t.update({f"{QUERY}.weight": t[f"{QUERY}.weight"][:-1]}), DamagedModel, "but config.json asks for"),
+        (lambda t: t.update({f"{QUERY}.quant_bias": t[f"{QUERY}.quant_bias"].float()}), DamagedModel, "torch.int32"),
+        (lambda t: t.update({f"{QUERY}.input_scale": torch.zeros(1)}), DamagedModel, f"{QUERY}.input_scale has values"),
+        (lambda t: t.update({f"{OUTPUT}.weight_offset": torch.ones(64, 1)}), UnsupportedModel, "not symmetric"),
+        (lambda t: t.update({f"{OUTPUT}.weight_scale": torch.ones(64, 4)}), UnsupportedModel, "none by group"),
         (lambda t: t.update({"model.layers.0.self_attn.heads_rotation": torch.eye(2)}), UnsupportedModel, "rotation"),
         (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)}), DamagedModel, "int8"),
     ],

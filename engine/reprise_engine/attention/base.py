@@ -9,6 +9,7 @@ Shapes, by axis letter:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -42,12 +43,29 @@ class AttentionMetadata:
     shared_prefixes: tuple[SharedPrefix, ...] = ()
 
 
+class KVLayout(Enum):
+    """How a pool lays out its blocks. Blocks come first in each, so whole blocks are copied alike."""
+
+    BSKH = "(B, S, K, H)"
+    NZ = "(B, K·H/16, S, 16)"
+    """Of a 310P: columns of 16 elements, each over all slots."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The KV pool of one layer, each of shape (B, S, K, H)."""
+    """The KV pool of one layer, keys and values each of shape (B, S, K, H), or of what `layout` says."""
 
     key_BSKH: torch.Tensor
     value_BSKH: torch.Tensor
+    layout: KVLayout = KVLayout.BSKH
+
+    @property
+    def num_blocks(self) -> int:
+        return self.key_BSKH.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.key_BSKH.shape[1 if self.layout is KVLayout.BSKH else 2]
 
 
 class AttentionBackend(Protocol):
@@ -70,5 +88,5 @@ class AttentionBackend(Protocol):
         ...
 
     def copy_blocks(self, kv: LayerKV, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copies whole blocks (source, target) along the block axis, in order."""
+        """Copies whole blocks (source, target) along the block axis, as if in order."""
         ...

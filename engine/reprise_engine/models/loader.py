@@ -13,12 +13,15 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_attention
+from reprise_engine.attention.npu_chip import Chip, chip_of
+from reprise_engine.attention.npu_limits import check_npu_model
 from reprise_engine.config import DType, ModelConfig
 from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.fused import fuse_layers
-from reprise_engine.models.npu_w8a8 import use_npu_operators
+from reprise_engine.models.npu_layers import fuse_npu_layers
+from reprise_engine.models.npu_w8a8 import check_npu_plan, use_npu_operators
 from reprise_engine.models.placement import place_weights
 from reprise_engine.models.quantization import read_quantization
 from reprise_engine.models.quantized_weights import load_quantized
@@ -64,11 +67,19 @@ class LoadedModel:
         return sum({parameter.data_ptr(): parameter.nbytes for parameter in self.module.parameters()}.values())
 
 
-def choose_dtype(requested: DType, spec: ModelSpec, files: ModelFiles, *, device: Literal["cpu", "npu"]) -> str:
+def choose_dtype(
+    requested: DType,
+    spec: ModelSpec,
+    files: ModelFiles,
+    *,
+    device: Literal["cpu", "npu"],
+    chip: Chip | None = None,
+) -> str:
     """The dtype of the weights. Raises ConfigError.
 
     On a CPU "auto" is bfloat16 for a bfloat16 checkpoint and float32 for all others, GGUF included; float16 has no
-    arithmetic there worth having and is refused. On an NPU "auto" is the checkpoint's 16-bit type, else bfloat16.
+    arithmetic there worth having and is refused. On an NPU "auto" is the checkpoint's 16-bit type, else bfloat16, and
+    float16 on a 310P; what its operators refuse is told by `check_npu_model`.
     """
     if device == "cpu":
         if requested == "float16":
@@ -78,7 +89,7 @@ def choose_dtype(requested: DType, spec: ModelSpec, files: ModelFiles, *, device
         return "bfloat16" if spec.checkpoint_dtype == "bfloat16" and files.gguf_file is None else "float32"
     if requested != "auto":
         return requested
-    return "float16" if spec.checkpoint_dtype == "float16" else "bfloat16"
+    return "float16" if spec.checkpoint_dtype == "float16" or chip is Chip.P310 else "bfloat16"
 
 
 def load_model(
@@ -100,7 +111,18 @@ def load_model(
     spec = read_spec(files, quantized=plan is not None)
     # Before minutes are spent on weights: a limit that cannot be met is told at once.
     spec.choose_max_model_len(config.max_model_len)
-    dtype = choose_dtype(config.dtype, spec, files, device="npu" if device.type == "npu" else "cpu")
+    chip = chip_of(device) if device.type == "npu" else None
+    dtype = choose_dtype(config.dtype, spec, files, device="cpu" if chip is None else "npu", chip=chip)
+    if chip is not None:
+        check_npu_model(
+            chip,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+        )
+        if plan is not None:
+            check_npu_plan(plan, chip)
 
     stage = f"Loading weights ({files.weights}, {dtype})"
     progress(LoadProgress(stage))
@@ -109,7 +131,7 @@ def load_model(
     else:
         logger.info("%s: %s", plan.source.name, plan.summary())
         module = load_quantized(files, spec, plan, _TORCH_DTYPES[dtype])
-        if device.type == "npu":
+        if chip is not None:
             use_npu_operators(module, _TORCH_DTYPES[dtype])
     if device.type == "cpu" and dtype == "bfloat16":
         upcast_activations(module)
@@ -120,6 +142,8 @@ def load_model(
         place_weights(module, progress=lambda fraction: progress(LoadProgress(stage, fraction)))
         if kernels is not None:
             fuse_layers(module, kernels)
+    if chip is not None:
+        fuse_npu_layers(module, chip=chip)
     return LoadedModel(
         module=module,
         spec=spec,

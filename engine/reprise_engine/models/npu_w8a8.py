@@ -15,14 +15,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from reprise_engine.attention.npu_chip import Chip
 from reprise_engine.errors import UnsupportedModel
+from reprise_engine.models.quantization import QuantizationPlan
 from reprise_engine.models.w8a8 import W8A8DynamicLinear, W8A8Experts, W8A8Layer, W8A8StaticLinear, constant
 
 _MOST_SIZE = 65535
 """Of the last axis of either matrix of npu_quant_matmul."""
 
 
-class NPUStaticLinear(W8A8Layer):
+class NPUW8A8StaticLinear(W8A8Layer):
     """As W8A8StaticLinear, with x, result, scale and offset in `dtype`."""
 
     def __init__(self, linear: W8A8StaticLinear, dtype: torch.dtype) -> None:
@@ -46,7 +48,7 @@ class NPUStaticLinear(W8A8Layer):
         return out_TO.view(*x.shape[:-1], -1)
 
 
-class NPUDynamicLinear(W8A8Layer):
+class NPUW8A8DynamicLinear(W8A8Layer):
     """As W8A8DynamicLinear, with x and result in bfloat16 or float16."""
 
     def __init__(self, linear: W8A8DynamicLinear) -> None:
@@ -60,7 +62,7 @@ class NPUDynamicLinear(W8A8Layer):
         return out_TO.view(*x.shape[:-1], -1)
 
 
-class NPUExperts(W8A8Experts):
+class NPUW8A8Experts(W8A8Experts):
     """As W8A8Experts, an expert after the other; the matrices have the inputs first."""
 
     def __init__(self, experts: W8A8Experts) -> None:
@@ -87,6 +89,16 @@ def _dynamic_linear(
     return out_TO
 
 
+def check_npu_plan(plan: QuantizationPlan, chip: Chip) -> None:
+    """Raises UnsupportedModel for a scheme that `chip` has no operators for."""
+    dynamic = [name for name, scheme in plan.schemes.items() if scheme == "W8A8_DYNAMIC"]
+    if chip is Chip.P310 and dynamic:
+        raise UnsupportedModel(
+            f"{dynamic[0]} in {plan.source} is W8A8_DYNAMIC, as are {len(dynamic)} layers; an NPU 310P has no operator "
+            "that quantises by token. Quantise with W8A8 (static) and FLOAT layers only."
+        )
+
+
 def use_npu_operators(model: nn.Module, dtype: torch.dtype) -> None:
     """Puts the quantised layers of `model`, still in host memory, on the operators. Mutates this instance only.
 
@@ -103,12 +115,12 @@ def _replacement(name: str, module: nn.Module, dtype: torch.dtype) -> nn.Module 
     match module:
         case W8A8StaticLinear():
             _check_sizes(name, module.weight)
-            return NPUStaticLinear(module, dtype)
+            return NPUW8A8StaticLinear(module, dtype)
         case W8A8DynamicLinear():
             _check_sizes(name, module.weight)
-            return NPUDynamicLinear(module)
+            return NPUW8A8DynamicLinear(module)
         case W8A8Experts():
-            return NPUExperts(module)
+            return NPUW8A8Experts(module)
         case _:
             return None
 

@@ -292,21 +292,23 @@ def _parameter(name: str, tensor: torch.Tensor, instead_of: nn.Parameter) -> nn.
 
 
 def _fill_norm_biases(module: PreTrainedModel, tensors: Tensors) -> None:
-    for name in tensors.names():
-        layer_name = name.removesuffix(".bias")
-        if not name.endswith("norm.bias"):
-            continue
-        try:
-            norm = module.get_submodule(layer_name)
-        except AttributeError:
-            continue
-        if not type(norm).__name__.endswith("RMSNorm"):
-            continue
-        weight = norm.weight
-        assert isinstance(weight, nn.Parameter)
-        bias_D = _checked(name, tensors.take(name), tuple(weight.shape))
-        if bias_D.count_nonzero():
-            _replace(module, layer_name, BiasedNorm(norm, bias_D.to(weight.dtype)))
+    """What the smoothing of outliers leaves behind norms. All zeros are nothing; else all norms that have a bias get it,
+    so that layers stay alike."""
+    biases = {name: tensors.take(name) for name in tensors.names() if _is_norm_bias(module, name)}
+    if not any(bias_D.count_nonzero() for bias_D in biases.values()):
+        return
+    for name, bias_D in biases.items():
+        norm: Any = module.get_submodule(name.removesuffix(".bias"))
+        checked_D = _checked(name, bias_D, tuple(norm.weight.shape)).to(norm.weight.dtype)
+        _replace(module, name.removesuffix(".bias"), BiasedNorm(norm, checked_D))
+
+
+def _is_norm_bias(module: PreTrainedModel, name: str) -> bool:
+    layer, _, leaf = name.rpartition(".")
+    try:
+        return leaf == "bias" and type(module.get_submodule(layer)).__name__.endswith("RMSNorm")
+    except AttributeError:
+        return False
 
 
 def _replace(module: nn.Module, name: str, replacement: nn.Module) -> None:

@@ -99,8 +99,9 @@ class W8A8Experts(W8A8Layer):
 
     def forward(self, x_TD: torch.Tensor, expert_TA: torch.Tensor, weight_TA: torch.Tensor) -> torch.Tensor:
         out_TD = torch.zeros_like(x_TD)
-        for expert in torch.unique(expert_TA).tolist():
-            token, choice = torch.where(expert_TA == expert)
+        experts_TA = expert_TA.cpu()  # one wait for a device a layer, not one an expert
+        for expert in torch.unique(experts_TA).tolist():
+            token, choice = (index.to(x_TD.device) for index in torch.where(experts_TA == expert))
             rows_TO = self.linear(x_TD[token], self.gate_up_proj[expert], self.gate_up_scale[expert])
             gate_TM, up_TM = rows_TO.chunk(2, dim=-1)
             hidden_TD = self.linear(self.act_fn(gate_TM) * up_TM, self.down_proj[expert], self.down_scale[expert])

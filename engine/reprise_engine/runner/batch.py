@@ -32,8 +32,8 @@ class Batch:
 
 
 def build_batch(step: Step, *, block_size: int, num_blocks: int, device: torch.device) -> Batch:
-    """Lays the step out for the model. Raises ValueError for a step that would read or write outside its blocks: the
-    operators of an NPU do not check, so this is the one place that does."""
+    """Lays the step out for the model. Raises ValueError for a step that would read or write outside its blocks, or
+    write a slot twice: the operators of an NPU do not check, so this is the one place that does."""
     if not step.requests:
         raise ValueError(f"step {step.step_id} has no requests")
     positions: list[np.ndarray] = []
@@ -54,6 +54,9 @@ def build_batch(step: Step, *, block_size: int, num_blocks: int, device: torch.d
         if request.samples:
             logits_rows.append(num_rows - 1)
 
+    slot_mapping_T = np.concatenate(slots)
+    if len(np.unique(slot_mapping_T)) != num_rows:
+        raise ValueError(f"step {step.step_id} writes a slot twice: two of its requests own the same block")
     block_table_RM = np.zeros((len(tables), max(len(table) for table in tables)), dtype=np.int32)
     for row, table in enumerate(tables):
         block_table_RM[row, : len(table)] = table
@@ -64,7 +67,7 @@ def build_batch(step: Step, *, block_size: int, num_blocks: int, device: torch.d
         input_ids_1T=torch.from_numpy(token_ids).unsqueeze(0).to(device),
         position_ids_1T=torch.from_numpy(np.concatenate(positions)).unsqueeze(0).to(device),
         metadata=AttentionMetadata(
-            slot_mapping_T=torch.from_numpy(np.concatenate(slots)).to(device),
+            slot_mapping_T=torch.from_numpy(slot_mapping_T).to(device),
             block_table_RM=torch.from_numpy(block_table_RM).to(device),
             query_lens=tuple(len(request.token_ids) for request in step.requests),
             kv_lens=tuple(kv_lens),

@@ -1,11 +1,19 @@
-"""The KV tensors of the pool: one (2, B, S, K, H) tensor a layer, allocated once."""
+"""The KV tensors of the pool, allocated once: keys and values of each layer, blocks first.
+
+Axis letters are those of `attention/base.py`.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from reprise_engine.attention.base import LayerKV
+from reprise_engine.attention.base import KVLayout, LayerKV
+from reprise_engine.attention.npu_chip import chip_of
+
+_NZ_COLUMN = 16
+"""Elements of a column of the NZ layout, 32 bytes of float16."""
+_ACL_FORMAT_FRACTAL_NZ = 29
 
 
 def allocate_kv_cache(
@@ -17,16 +25,37 @@ def allocate_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    layout: KVLayout | None = None,
 ) -> tuple[LayerKV, ...]:
-    """All zeros. On a CPU the pages are only taken from the machine when they are first written."""
-    shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
-    layers: list[LayerKV] = []
-    for _ in range(num_layers):
-        if device.type == "cpu":
-            # torch.zeros would touch every page at once; numpy's come zeroed from the kernel, as they are needed.
-            raw = np.zeros(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, dtype=np.uint8)
-            pool = torch.from_numpy(raw).view(dtype).view(shape)
-        else:
-            pool = torch.zeros(shape, dtype=dtype, device=device)
-        layers.append(LayerKV(pool[0], pool[1]))
-    return tuple(layers)
+    """All zeros, in `layout`, or in the one that the device wants. On a CPU the pages are only taken from the machine
+    when they are first written. Raises ValueError for heads that NZ cannot hold."""
+    if layout is None:
+        layout = chip_of(device).kv_layout if device.type == "npu" else KVLayout.BSKH
+    if layout is KVLayout.NZ:
+        elements = num_kv_heads * head_dim
+        if elements % _NZ_COLUMN:
+            raise ValueError(f"{num_kv_heads} key heads of {head_dim} are no multiple of {_NZ_COLUMN} elements")
+        shape = (num_blocks, elements // _NZ_COLUMN, block_size, _NZ_COLUMN)
+        return tuple(
+            LayerKV(_zeros_nz(shape, dtype, device), _zeros_nz(shape, dtype, device), layout) for _ in range(num_layers)
+        )
+    pools = (_zeros((2, num_blocks, block_size, num_kv_heads, head_dim), dtype, device) for _ in range(num_layers))
+    return tuple(LayerKV(pool[0], pool[1]) for pool in pools)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        # torch.zeros would touch every page at once; numpy's come zeroed from the kernel, as they are needed.
+        raw = np.zeros(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _zeros_nz(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Keys or values, as vllm-ascend allocates them on a 310P (_310p/model_runner_310p.py, 182b75e): the operators tell
+    the layout by the tensor's format. With a last axis of 16 and a multiple of 16 slots, memory is the same as without
+    it, so a block is the same bytes wherever it is copied."""
+    pool: torch.Tensor = torch.ops.npu.empty_with_format(
+        list(shape), dtype=dtype, device=device, acl_format=_ACL_FORMAT_FRACTAL_NZ
+    )
+    return pool.zero_()

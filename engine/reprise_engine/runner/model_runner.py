@@ -45,7 +45,7 @@ class ModelRunner:
         # transformers leaves both untyped.
         self._decoder: nn.Module = model.module.get_decoder()  # type: ignore[no-untyped-call]
         self._head: nn.Module = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._num_blocks, self._block_size = kv[0].key_BSKH.shape[:2]
+        self._num_blocks, self._block_size = kv[0].num_blocks, kv[0].block_size
 
     def run(self, step: Step) -> StepResult:
         """One forward pass over the step's tokens. Raises ValueError for a step that does not fit its blocks."""

@@ -1,7 +1,7 @@
 """Copies blocks between the pool and slots of host memory, and gives the disk's threads their bytes.
 
-Layout of a slot, whatever the device: the block of layer 0, its keys (S, K, H) and then its values, layer 1, …, without
-gaps. Axis letters are those of `attention/base.py`; Q slots, L layers.
+Layout of a slot: the block of layer 0, its keys (S, K, H) and then its values, layer 1, …, without gaps; where the
+pool's layout is NZ, its (K·H/16, S, 16) as it is. Axis letters are those of `attention/base.py`; Q slots, L layers.
 """
 
 from __future__ import annotations

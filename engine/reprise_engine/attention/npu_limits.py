@@ -1,0 +1,69 @@
+"""What the attention operators of an NPU refuse of a model or of a flag: told before weights are loaded. Pure.
+
+Sources. 910B and 910C: CANN ops-transformer, attention/fused_infer_attention_score/op_host,
+fused_infer_attention_score_tiling.cpp (`IsUsingFAI`, `CheckFAISinglePara`, `CheckFAIQKV`) for grouped heads, and
+arch32/fused_infer_attention_score_tiling_check_feature.cpp (`CheckFeatureHeadDim`, 7ab1fa1) for as many key heads as
+query heads; numbers of heads and of requests: op-plugin docs torch_npu-npu_fused_infer_attention_score.md (517f2e7).
+310P: op-plugin third_party/atb/inc/infer_op_params.h, `PagedAttentionParam`, and vllm-ascend
+_310p/attention/attention_v1.py, `get_supported_kernel_block_sizes`, and _310p/model_runner_310p.py,
+`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e). Where an older and a newer CANN differ, what both take is allowed.
+"""
+
+from __future__ import annotations
+
+from reprise_engine.attention.npu_chip import Chip
+from reprise_engine.errors import ConfigError, UnsupportedModel
+
+_ALIGNMENT = 16
+"""Elements of a head, and of a block: 32 bytes."""
+_LARGEST_HEAD = 256
+_HEADS_OF_MHA = (64, 128)
+_MOST_HEADS = 256
+_LARGEST_GROUP = 64
+"""Query heads of one key head."""
+_BLOCK_SIZES = {Chip.A2: (128, 256, 384, 512), Chip.P310: (128,)}
+_LARGEST_HEAD_310P = 128
+"""A block of 128 slots times the size of a head may be 128 · 128."""
+_MOST_REQUESTS = 4096
+"""Entries of the operator's list of lengths."""
+
+
+def check_npu_model(chip: Chip, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
+    """Raises UnsupportedModel for heads, and ConfigError for a dtype, that the chip's operators do not take."""
+    allowed = ("float16",) if chip is Chip.P310 else ("bfloat16", "float16")
+    if dtype not in allowed:
+        raise ConfigError(
+            f"--dtype is {dtype}, but the attention operators of an NPU {chip.value} take {' or '.join(allowed)}. "
+            f"Use --dtype {allowed[0]} or auto."
+        )
+    heads = f"The model has {num_heads} query heads and {num_kv_heads} key heads of {head_dim}"
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > _LARGEST_GROUP or num_heads > _MOST_HEADS:
+        raise UnsupportedModel(
+            f"{heads}; on an NPU there may be {_MOST_HEADS} query heads, and each key head must serve equally many of "
+            f"them, up to {_LARGEST_GROUP}. Serve it on a CPU (--device cpu)."
+        )
+    largest = _LARGEST_HEAD_310P if chip is Chip.P310 else _LARGEST_HEAD
+    if head_dim % _ALIGNMENT or head_dim > largest:
+        raise UnsupportedModel(
+            f"{heads}; on an NPU {chip.value} the size of a head must be a multiple of {_ALIGNMENT}, up to {largest}. "
+            "Serve it on a CPU (--device cpu)."
+        )
+    if chip is Chip.A2 and num_heads == num_kv_heads and head_dim not in _HEADS_OF_MHA:
+        raise UnsupportedModel(
+            f"{heads}; with as many key heads as query heads an NPU {chip.value} takes heads of "
+            f"{' or '.join(map(str, _HEADS_OF_MHA))} only. Serve it on a CPU (--device cpu)."
+        )
+
+
+def check_npu_flags(chip: Chip, *, block_size: int, max_num_seqs: int) -> None:
+    """Raises ConfigError for a block size or a number of requests that the chip's operators do not take."""
+    sizes = _BLOCK_SIZES[chip]
+    if block_size not in sizes:
+        raise ConfigError(
+            f"--block-size is {block_size}; on an NPU {chip.value} it must be {' or '.join(map(str, sizes))}. "
+            f"Leave it out for {sizes[0]}."
+        )
+    if max_num_seqs > _MOST_REQUESTS:
+        raise ConfigError(
+            f"--max-num-seqs is {max_num_seqs}; on an NPU at most {_MOST_REQUESTS} requests fit a step. Lower it."
+        )

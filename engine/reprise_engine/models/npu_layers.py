@@ -1,0 +1,289 @@
+"""The layers of the Qwen2, Qwen3, Qwen3-MoE and Llama definitions on the fused operators of an NPU.
+
+They share one shape: norm, attention, norm, MLP, each half added to the residual stream. A layer of OUR loaded instance
+is replaced by one that computes the same with fewer launches; no class is touched. What an operator does not take stays
+plain torch. Between layers the stream and what is still to be added to it travel apart (`Residual`), so that each
+addition is done by the norm that follows it.
+
+`torch_npu` must have been imported: it registers `torch.ops.npu`. Sources: op-plugin docs torch_npu-npu_rms_norm.md,
+-npu_add_rms_norm.md, -npu_swiglu.md, -npu_rotary_mul.md (517f2e7), vllm-ascend ops/ and _310p/ops/ (182b75e).
+
+Axis letters: T tokens, D hidden size, M inner size of the MLP, N query heads, K key heads, H head size, E experts,
+A experts a token goes to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reprise_engine.attention.bridge import PagedContext
+from reprise_engine.attention.npu_chip import Chip
+
+_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
+_MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
+_EXPERTS = ("Qwen3MoeExperts",)
+_RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
+
+_SHORTEST_ROW_310P = 32
+"""Bytes of the last axis of npu_rms_norm on a 310P."""
+_SWIGLU_ALIGNMENT_310P = 32
+"""Elements of a row of npu_swiglu on a 310P (vllm-ascend _310p/ops/activation.py)."""
+_ROTARY_HEAD_310P = 128
+_LARGEST_ROTARY_HEAD = 895
+_MOST_ROTARY_HEADS = 999
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The residual stream (1, T, D) before `delta`, the output of the half layer before, is added to it."""
+
+    stream: torch.Tensor
+    delta: torch.Tensor
+
+
+class NPURMSNorm(nn.Module):
+    """The root-mean-square norm of the Llama and Qwen definitions."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        weight, eps = norm.weight, norm.variance_epsilon
+        assert isinstance(weight, nn.Parameter)
+        assert isinstance(eps, float)
+        self.weight = weight
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor | Residual) -> torch.Tensor:
+        """Of a `Residual` the norm of its sum: the stream ends here."""
+        if isinstance(x, Residual):
+            return self.add(x)[0]
+        normed: torch.Tensor
+        normed, _ = torch.ops.npu.npu_rms_norm(x, self.weight, self.variance_epsilon)
+        return normed
+
+    def add(self, x: Residual) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum)."""
+        normed: torch.Tensor
+        stream: torch.Tensor
+        normed, _, stream = torch.ops.npu.npu_add_rms_norm(x.delta, x.stream, self.weight, self.variance_epsilon)
+        return normed, stream
+
+
+class NPUMLP(nn.Module):
+    """A gated MLP with silu: gate and up as one product, then one operator for silu(gate) * up."""
+
+    def __init__(self, mlp: nn.Module, *, chip: Chip) -> None:
+        super().__init__()
+        gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+        assert gate_up is not None
+        self.gate_up_proj = gate_up
+        self.down_proj = mlp.down_proj
+        self._fused = _can_swiglu(gate_up.out_features, chip)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(_swiglu(self.gate_up_proj(x), fused=self._fused))  # type: ignore[operator]
+        return out
+
+
+class NPUExperts(nn.Module):
+    """The experts of a mixture, (E, 2·M, D) gate and up, (E, D, M) down, one after the other, as transformers' eager
+    ones: the sum of a token does not depend on which others share the batch."""
+
+    def __init__(self, experts: nn.Module, *, chip: Chip) -> None:
+        super().__init__()
+        gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
+        assert isinstance(gate_up_proj, nn.Parameter)
+        assert isinstance(down_proj, nn.Parameter)
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self._fused = _can_swiglu(gate_up_proj.shape[1], chip)
+
+    def forward(self, x_TD: torch.Tensor, expert_TA: torch.Tensor, weight_TA: torch.Tensor) -> torch.Tensor:
+        out_TD = torch.zeros_like(x_TD)
+        experts_TA = expert_TA.cpu()  # one wait for the device a layer, not one an expert
+        for expert in torch.unique(experts_TA).tolist():
+            token, choice = (index.to(x_TD.device) for index in torch.where(experts_TA == expert))
+            hidden = _swiglu(F.linear(x_TD[token], self.gate_up_proj[expert]), fused=self._fused)
+            out = F.linear(hidden, self.down_proj[expert])
+            out_TD.index_add_(0, token, (out * weight_TA[token, choice, None]).to(out_TD.dtype))
+        return out_TD
+
+
+class NPUDecoderLayer(nn.Module):
+    """Takes what transformers' model passes to its layers, and a `Residual` for the states from the second layer on,
+    which is also what it returns."""
+
+    def __init__(self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        input_norm, post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
+        assert isinstance(attention, nn.Module)
+        assert isinstance(mlp, nn.Module)
+        assert isinstance(input_norm, NPURMSNorm)
+        assert isinstance(post_attention_norm, NPURMSNorm)
+        self.input_layernorm, self.post_attention_layernorm, self.mlp = input_norm, post_attention_norm, mlp
+        self.self_attn = NPUSelfAttention(attention, chip=chip, rotates_by_operator=rotates_by_operator)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor | Residual,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged: PagedContext,
+        **_kwargs: Any,
+    ) -> Residual:
+        if isinstance(hidden_states, Residual):
+            normed, stream = self.input_layernorm.add(hidden_states)
+        else:
+            normed, stream = self.input_layernorm(hidden_states), hidden_states
+        attended = self.self_attn(normed, position_embeddings, paged)
+        normed, stream = self.post_attention_layernorm.add(Residual(stream, attended))
+        return Residual(stream, self.mlp(normed))
+
+
+class NPUSelfAttention(nn.Module):
+    """Queries, keys and values by one product, where these are plain linear layers; norms of heads; rotation; the
+    backend."""
+
+    def __init__(self, attention: nn.Module, *, chip: Chip, rotates_by_operator: bool) -> None:
+        super().__init__()
+        self.head_dim = int(_number(attention, "head_dim"))
+        self.scaling = float(_number(attention, "scaling"))
+        self.layer_idx = int(_number(attention, "layer_idx"))
+        window = getattr(attention, "sliding_window", None)
+        assert window is None or isinstance(window, int)
+        self.sliding_window = window
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+        self.o_proj = attention.o_proj
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.qkv_proj = _joined(*projections)
+        if self.qkv_proj is None:
+            self.q_proj, self.k_proj, self.v_proj = projections
+            self._sizes = []
+        else:
+            self._sizes = [int(_number(projection, "out_features")) for projection in projections]
+        self._rotates_by_operator = rotates_by_operator and _can_rotate(self.head_dim, chip)
+
+    def forward(
+        self, x_1TD: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], paged: PagedContext
+    ) -> torch.Tensor:
+        if self.qkv_proj is None:
+            projected = [projection(x_1TD[0]) for projection in (self.q_proj, self.k_proj, self.v_proj)]  # type: ignore[operator]
+        else:
+            projected = list(self.qkv_proj(x_1TD[0]).split(self._sizes, dim=-1))
+        q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        cosine_1TH, sine_1TH = position_embeddings
+        q_TNH, k_TKH = (self._rotate(heads, cosine_1TH, sine_1TH) for heads in (q_TNH, k_TKH))
+        out_TNH = paged.backend.forward(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            paged.kv[self.layer_idx],
+            paged.metadata,
+            scale=self.scaling,
+            sliding_window=self.sliding_window,
+        )
+        out: torch.Tensor = self.o_proj(out_TNH.flatten(1).unsqueeze(0))  # type: ignore[operator]
+        return out
+
+    def _rotate(self, x_TNH: torch.Tensor, cosine_1TH: torch.Tensor, sine_1TH: torch.Tensor) -> torch.Tensor:
+        if self._rotates_by_operator and x_TNH.shape[1] <= _MOST_ROTARY_HEADS:
+            # Layout BSND with a batch of one, the one that all of these chips take.
+            rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(
+                x_TNH.contiguous().unsqueeze(0), cosine_1TH.unsqueeze(2), sine_1TH.unsqueeze(2), "half"
+            )
+            return rotated[0]
+        first, second = x_TNH.chunk(2, dim=-1)
+        return x_TNH * cosine_1TH[0].unsqueeze(1) + torch.cat((-second, first), dim=-1) * sine_1TH[0].unsqueeze(1)
+
+
+def fuse_npu_layers(model: nn.Module, *, chip: Chip) -> None:
+    """Puts `model`, on its device and ready, on the fused operators. Mutates this instance only.
+
+    Weights of joined products are copied once, a layer at a time; the originals are given up.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = _replacement(child, chip)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+    # Cosines beyond 1, as YaRN scales them, are outside what the operator is specified for.
+    scalings = [
+        _number(module, "attention_scaling") for module in model.modules() if hasattr(module, "attention_scaling")
+    ]
+    rotates_by_operator = all(scaling <= 1.0 for scaling in scalings)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in _LAYERS and isinstance(child.input_layernorm, NPURMSNorm):
+                setattr(parent, name, NPUDecoderLayer(child, chip=chip, rotates_by_operator=rotates_by_operator))
+
+
+def _replacement(module: nn.Module, chip: Chip) -> nn.Module | None:
+    kind = type(module).__name__
+    if kind in _RMS_NORMS:
+        return NPURMSNorm(module) if _can_norm(module.weight, chip) else None
+    if kind in _MLPS and _is_silu(module.act_fn) and _are_plain(module.gate_proj, module.up_proj):
+        return NPUMLP(module, chip=chip)
+    if kind in _EXPERTS and _is_silu(module.act_fn):
+        return NPUExperts(module, chip=chip)
+    return None
+
+
+def _joined(*layers: object) -> nn.Linear | None:
+    """One linear layer with the outputs of all side by side, or None where they are not plain linear layers, all with
+    a bias or none (a quantised one, or a part of one on another NPU, computes something of its own)."""
+    if not _are_plain(*layers):
+        return None
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    first = linears[0]
+    outputs = sum(layer.out_features for layer in linears)
+    joined = nn.Linear(first.in_features, outputs, bias=first.bias is not None, device="meta", dtype=first.weight.dtype)
+    joined.weight = nn.Parameter(torch.cat([layer.weight for layer in linears]), requires_grad=False)
+    if first.bias is not None:
+        joined.bias = nn.Parameter(torch.cat([layer.bias for layer in linears]), requires_grad=False)
+    return joined
+
+
+def _are_plain(*layers: object) -> bool:
+    linears = [layer for layer in layers if type(layer) is nn.Linear]
+    return len(linears) == len(layers) and len({layer.bias is None for layer in linears}) == 1
+
+
+def _swiglu(gate_up: torch.Tensor, *, fused: bool) -> torch.Tensor:
+    if fused:
+        out: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up, dim=-1)
+        return out
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _can_norm(weight: object, chip: Chip) -> bool:
+    assert isinstance(weight, torch.Tensor)
+    return chip is not Chip.P310 or (weight.nbytes >= _SHORTEST_ROW_310P and weight.dtype != torch.bfloat16)
+
+
+def _can_swiglu(row: int, chip: Chip) -> bool:
+    return chip is not Chip.P310 or row % _SWIGLU_ALIGNMENT_310P == 0
+
+
+def _can_rotate(head_dim: int, chip: Chip) -> bool:
+    if chip is Chip.P310:
+        return head_dim == _ROTARY_HEAD_310P
+    return head_dim % 2 == 0 and head_dim <= _LARGEST_ROTARY_HEAD
+
+
+def _is_silu(activation: object) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _number(module: object, name: str) -> int | float:
+    value: Any = getattr(module, name)
+    assert isinstance(value, int | float)
+    return value

@@ -1,0 +1,197 @@
+"""Layers on the fused operators of an NPU compute what transformers' own do, and nothing else is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reprise_engine.attention.npu_chip import Chip
+from reprise_engine.attention.reference import ReferenceAttention
+from reprise_engine.models.loader import LoadedModel
+from reprise_engine.models.npu_layers import (
+    NPUMLP,
+    NPUDecoderLayer,
+    NPUExperts,
+    NPURMSNorm,
+    NPUSelfAttention,
+    Residual,
+    fuse_npu_layers,
+)
+from reprise_engine.request import RequestId, SamplingParams
+from reprise_engine.runner.kv_cache import allocate_kv_cache
+from reprise_engine.runner.model_runner import ModelRunner
+from reprise_engine.step import BlockId, ScheduledRequest, Step
+from tests.engine.npu_engine import CPU, load, prompt_of
+from tests.support.npu import npu_operators
+
+FAMILIES = ("qwen2", "qwen2-sliding", "qwen3", "qwen3-moe", "llama")
+SEQUENCES = (prompt_of(40, seed=1), prompt_of(7, seed=2), prompt_of(1, seed=3))
+
+
+@pytest.fixture(params=Chip)
+def chip(request: pytest.FixtureRequest) -> Iterator[Chip]:
+    chip: Chip = request.param
+    with npu_operators("310P" if chip is Chip.P310 else "910B"):
+        yield chip
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators of an NPU that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "npu":
+            self.count[func._schema.name.removeprefix("npu::npu_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def logits_of(model: LoadedModel) -> torch.Tensor:
+    """Of every token of all sequences, computed in one step on the reference backend."""
+    kv = allocate_kv_cache(
+        num_layers=model.spec.num_layers,
+        num_blocks=9,
+        block_size=8,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=model.kv_dtype,
+        device=CPU,
+    )
+    requests, block = [], 0
+    for index, sequence in enumerate(SEQUENCES):
+        count = -(-len(sequence) // 8)
+        requests.append(
+            ScheduledRequest(
+                request_id=RequestId(str(index)),
+                token_ids=sequence,
+                start=0,
+                block_table=tuple(BlockId(i) for i in range(block, block + count)),
+                samples=True,
+                sampling=SamplingParams(temperature=0.0),
+            )
+        )
+        block += count
+    runner = ModelRunner(model, ReferenceAttention(), kv, seed=0)
+    return runner.logits(Step(step_id=1, requests=tuple(requests)), every_token=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_equal_the_definition_s(family: str, chip: Chip) -> None:
+    model = load(family, torch.float32)
+    expected = logits_of(model)
+    fuse_npu_layers(model.module, chip=chip)
+    assert all(isinstance(layer, NPUDecoderLayer) for layer in cast(Any, model.module).model.layers)
+    assert expected.std() > 0.5, "logits that hardly differ would prove nothing"
+    torch.testing.assert_close(logits_of(model), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "part"), [(torch.float16, 0.02), (torch.bfloat16, 0.15)])
+def test_in_16_bits_they_differ_by_rounding_only(dtype: torch.dtype, part: float) -> None:
+    """From the same weights in float32, as a part of the logits' standard deviation."""
+    model = load("qwen3", dtype)
+    cast(Any, model.module).float()
+    exact = logits_of(replace(model, kv_dtype=torch.float32))
+    cast(Any, model.module).to(dtype)
+    with npu_operators("910B"):
+        fuse_npu_layers(model.module, chip=Chip.A2)
+        error = (logits_of(model) - exact).abs().max() / exact.std()
+    assert error < part
+
+
+def test_each_layer_takes_the_fewest_launches() -> None:
+    model = load("qwen3", torch.float32)
+    with npu_operators("910B"):
+        fuse_npu_layers(model.module, chip=Chip.A2)
+        with Calls() as calls:
+            logits_of(model)
+    # Three layers: the first begins with a plain norm, each norms queries and keys, the last sum is the final norm's.
+    assert calls.count == {"rms_norm": 1 + 2 * 3, "add_rms_norm": 3 + 2 + 1, "swiglu": 3, "rotary_mul": 2 * 3}
+
+
+def test_what_the_310p_does_not_take_stays_torch() -> None:
+    """Heads of 32 are not rotated by its operator, which takes 128 only."""
+    model = load("qwen3", torch.float32)
+    with npu_operators("310P"):
+        fuse_npu_layers(model.module, chip=Chip.P310)
+        with Calls() as calls:
+            logits_of(model)
+    assert calls.count == {"rms_norm": 7, "add_rms_norm": 6, "swiglu": 3}
+
+
+def test_scaled_cosines_are_not_given_to_the_operator() -> None:
+    """It is specified for cosines from -1 to 1; YaRN's are beyond."""
+    model = load("llama", torch.float32)
+    cast(Any, model.module).model.rotary_emb.attention_scaling = 1.2
+    expected = logits_of(model)
+    with npu_operators("910B"):
+        fuse_npu_layers(model.module, chip=Chip.A2)
+        with Calls() as calls:
+            torch.testing.assert_close(logits_of(model), expected, atol=2e-4, rtol=1e-4)
+    assert "rotary_mul" not in calls.count
+
+
+def test_weights_are_joined_and_given_up() -> None:
+    model = load("qwen2", torch.float32)
+    before = sum(parameter.numel() for parameter in model.module.parameters())
+    fuse_npu_layers(model.module, chip=Chip.A2)
+    layer = cast(Any, model.module).model.layers[0]
+    assert isinstance(layer.self_attn, NPUSelfAttention)
+    assert layer.self_attn.qkv_proj is not None
+    assert layer.self_attn.qkv_proj.weight.shape == (64 + 2 * 32, 64)
+    assert layer.self_attn.qkv_proj.bias.shape == (128,)
+    assert layer.mlp.gate_up_proj.weight.shape == (256, 64)
+    assert sum(parameter.numel() for parameter in model.module.parameters()) == before
+    assert not any("q_proj" in name or "gate_proj" in name for name, _ in model.module.named_parameters())
+
+
+class Halved(nn.Linear):
+    """A linear layer that computes something else, as a quantised one or a part of one does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+def test_layers_that_are_not_plain_are_left_alone(chip: Chip) -> None:
+    model = load("llama", torch.float32)
+    layer = cast(Any, model.module).model.layers[1]
+    for parent, name in ((layer.self_attn, "k_proj"), (layer.mlp, "up_proj")):
+        plain = getattr(parent, name)
+        other = Halved(plain.in_features, plain.out_features, bias=False)
+        other.weight = plain.weight
+        setattr(parent, name, other)
+    expected = logits_of(model)
+    fuse_npu_layers(model.module, chip=chip)
+    layer = cast(Any, model.module).model.layers[1]
+    assert layer.self_attn.qkv_proj is None
+    assert isinstance(layer.self_attn.k_proj, Halved)
+    assert not isinstance(layer.mlp, NPUMLP)
+    torch.testing.assert_close(logits_of(model), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_another_instance_stays_as_it_was() -> None:
+    fused, other = load("qwen3-moe", torch.float32), load("qwen3-moe", torch.float32)
+    expected = logits_of(other)
+    fuse_npu_layers(fused.module, chip=Chip.A2)
+    kinds = {type(module) for module in other.module.modules()}
+    assert not kinds & {NPUDecoderLayer, NPUExperts, NPUMLP, NPURMSNorm}
+    assert torch.equal(logits_of(other), expected)  # no operator of an NPU is defined here
+
+
+def test_a_norm_ends_the_residual_stream(chip: Chip) -> None:
+    norm = cast(Any, load("llama", torch.float32).module).model.norm
+    stream, delta = torch.randn(2, 1, 5, 64)
+    expected = norm(stream + delta)
+    fused = NPURMSNorm(norm)
+    torch.testing.assert_close(fused(Residual(stream, delta)), expected)
+    normed, total = fused.add(Residual(stream, delta))
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(total, stream + delta)
