@@ -160,7 +160,7 @@ class PlainReference:
         tensors = load_file(folder / WEIGHTS)
         for name, child in list(module.named_modules()):
             own = {t.rpartition(".")[2]: value for t, value in tensors.items() if t.rpartition(".")[0] == name}
-            if type(child) is nn.Linear and own["weight"].dtype == torch.int8:
+            if type(child) is nn.Linear and "weight" in own and own["weight"].dtype == torch.int8:
                 parent, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(parent), leaf, PlainLinear(own))
         self._module = module.eval()

@@ -98,6 +98,7 @@ def exit_code(
 
 def _options(parsed: argparse.Namespace) -> EngineOptions:
     from reprise_engine.evaluation.engine import EngineOptions
+    from reprise_engine.models.files import find_weights
 
     if parsed.quantization is not None and parsed.reference_model is None:
         raise ConfigError(
@@ -109,6 +110,8 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
             f"--reference-model is {parsed.reference_model}, but the model is evaluated as a float one, whose "
             "reference is itself; give --quantization ascend, or leave --reference-model out."
         )
+    if parsed.reference_model is not None:
+        find_weights(parsed.reference_model)  # before the engine is loaded
     return EngineOptions(
         model=parsed.model,
         revision=parsed.revision,

@@ -292,7 +292,7 @@ def _parameter(name: str, tensor: torch.Tensor, instead_of: nn.Parameter) -> nn.
 
 
 def _fill_norm_biases(module: PreTrainedModel, tensors: Tensors) -> None:
-    """What the smoothing of outliers leaves behind norms. All zeros are nothing; else all norms that have a bias get it,
+    """What the smoothing of outliers leaves behind norms. All zeros are nothing; else all norms that have one get it,
     so that layers stay alike."""
     biases = {name: tensors.take(name) for name in tensors.names() if _is_norm_bias(module, name)}
     if not any(bias_D.count_nonzero() for bias_D in biases.values()):
