@@ -13,7 +13,7 @@ from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.parallel import Scheduling, by_turns, workers
 
 _VERSION_LINE = pytest.StashKey[str]()
-_TOLD_BY_WORKERS = "api_server"
+_TOLD_BY_WORKERS = "ran_on"
 NPU_LINE = pytest.StashKey[str]()
 """Which NPU tests ran on."""
 
@@ -27,11 +27,13 @@ def api_server(request: pytest.FixtureRequest) -> Iterator[ApiServer]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What asks for an NPU is selected by `-m npu`, and runs on a real one where there is one."""
     for item in items:
         if "ascend" in getattr(item, "fixturenames", ()):
             item.add_marker("npu")
+    if hasattr(config, "workerinput"):
+        items[:] = by_turns(items)
 
 
 def pytest_configure() -> None:
@@ -47,22 +49,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
-        items[:] = by_turns(items)
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if told is not None:
-        told[_TOLD_BY_WORKERS] = session.config.stash.get(_VERSION_LINE, None)
+        told[_TOLD_BY_WORKERS] = [session.config.stash.get(key, None) for key in (_VERSION_LINE, NPU_LINE)]
 
 
 def pytest_testnodedown(node: Any) -> None:
     """A worker has ended; the one who tells is not it."""
-    line = getattr(node, "workeroutput", {}).get(_TOLD_BY_WORKERS)
-    if line is not None:
-        node.config.stash[_VERSION_LINE] = line
+    lines = getattr(node, "workeroutput", {}).get(_TOLD_BY_WORKERS, [None, None])
+    for key, line in zip((_VERSION_LINE, NPU_LINE), lines, strict=True):
+        if line is not None:
+            node.config.stash[key] = line
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ from reprise_engine.kv_events.config import KVEventsConfig
 
 Device = Literal["auto", "cpu", "npu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["ascend"]
 HashAlgorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 
 DEFAULT_BLOCK_SIZE = 16
@@ -29,6 +30,8 @@ class ModelConfig:
     tokenizer: str | None = None
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
+    """How the weights are quantised: "ascend" reads what msmodelslim writes. None serves float weights only."""
     max_model_len: int | None = None
     """Tokens of prompt plus output; None takes the model's own limit."""
     trust_remote_code: bool = False
@@ -36,6 +39,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_choice("--dtype", self.dtype, get_args(DType))
+        if self.quantization not in (None, *get_args(Quantization)):
+            raise ConfigError(
+                f"--quantization is {self.quantization!r}; it must be ascend (weights that msmodelslim wrote). Other "
+                "quantised weights are read from GGUF files only, without this flag."
+            )
 
 
 def cache_folder(given: str | Path | None) -> Path | None:

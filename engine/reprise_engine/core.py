@@ -301,6 +301,7 @@ def _gather_facts(
             LargestStep.of(config.scheduler, max_model_len=max_model_len),
             native=native,
             kv_element_bytes=model.kv_dtype.itemsize,
+            quantized=model.quantization is not None,
             threads=torch.get_num_threads(),
         ),
         host_tier=host_tier,

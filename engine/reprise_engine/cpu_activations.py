@@ -56,14 +56,15 @@ class LargestStep:
 
 
 def estimate_cpu_activations(
-    spec: ModelSpec, step: LargestStep, *, native: bool, kv_element_bytes: int, threads: int
+    spec: ModelSpec, step: LargestStep, *, native: bool, kv_element_bytes: int, threads: int, quantized: bool = False
 ) -> int:
-    """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch."""
+    """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch; `quantized` where layers are
+    of models/w8a8.py, which run in plain torch, but for their attention."""
     hidden = _FLOAT * step.tokens * spec.hidden_size
     head = hidden + max(_head(spec, step), _scoring(spec, step, threads=threads))
     told = step.tokens * _BYTES_PER_SCORED_TOKEN
     # The definition of OPT runs in plain torch, but for its linear layers and its attention.
-    if native and spec.architecture != "OPTForCausalLM":
+    if native and not quantized and spec.architecture != "OPTForCausalLM":
         scratch = _native_scratch(spec, step)
         # The embedding's output, the residual stream, and what the final norm makes of it.
         layers = 3 * hidden + 2 * _FLOAT * step.tokens * spec.head_dim + _native_mlp(spec, step)

@@ -105,6 +105,8 @@ def _identity(
         arithmetic = "cpu-torch" if kernels is None else f"cpu-{kernels.level}-{library_path().stem}"
     else:
         arithmetic = f"npu-{chip_of(model.device).name}"
+    if model.quantization is not None:
+        arithmetic += "-w8a8"
     return CacheIdentity(
         weights=fingerprint_files(
             content_files(files.folder, weights=files.weights, gguf_file=files.gguf_file),

@@ -139,6 +139,7 @@ WARMUP: Spec = {"prefixCaching": {"warmup": {"prompts": ["You are"], "timeoutSec
         ),
         ({"runtime": {"extraArgs": ["--max-num-seqs", "7"]}}, "engine.scheduler.max_num_seqs", 7),
         ({"runtime": {"extraArgs": ["--max_num_seqs=7"]}}, "engine.scheduler.max_num_seqs", 7),
+        ({"runtime": {"extraArgs": ["--quantization", "ascend"]}}, "engine.model.quantization", "ascend"),
         (
             {"runtime": {"extraArgs": ["--override-generation-config", '{"temperature": 0, "stop": ["a b"]}']}},
             "override_generation_config",

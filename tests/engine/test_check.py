@@ -108,7 +108,7 @@ def test_a_context_beyond_the_models_is_told(model: Path, words: Path) -> None:
     [
         (["--no-such-flag"], "--no-such-flag"),
         (["--max-num-seqs=many"], "--max-num-seqs"),
-        (["--quantization=awq"], "quantised weights"),
+        (["--load-format=awq"], "the format is told by the model's files"),
     ],
 )
 def test_a_flag_that_serve_refuses_is_refused(

@@ -18,6 +18,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from reprise_engine.native.build import library_path
+from tests.support.w8a8 import quantize_model
 
 MIB = 1024**2
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and sets glibc's thresholds")
@@ -41,11 +42,12 @@ from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.step import BlockId, ScheduledRequest, Step
 
-folder, native, cases = sys.argv[1], sys.argv[2] == "native", json.loads(sys.argv[3])
+folder, native, cases = sys.argv[1], sys.argv[2] != "plain", json.loads(sys.argv[3])
+quantization = "ascend" if sys.argv[2] == "quantised" else None
 cpu, libc = torch.device("cpu"), ctypes.CDLL(None)
 assert return_freed_memory()
 kernels = load_kernels() if native else None
-model = load_model(ModelConfig(model=folder), device=cpu, kernels=kernels)
+model = load_model(ModelConfig(model=folder, quantization=quantization), device=cpu, kernels=kernels)
 
 def part(index, new, end, first_block):
     blocks = tuple(BlockId(first_block + i) for i in range(-(-end // 16)))
@@ -79,7 +81,7 @@ for tokens, seqs, length in cases:
     estimate = estimate_cpu_activations(
         model.spec,
         LargestStep.of(SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), max_model_len=length),
-        native=native, kv_element_bytes=model.kv_dtype.itemsize, threads=torch.get_num_threads(),
+        native=native, quantized=quantization is not None, kv_element_bytes=model.kv_dtype.itemsize, threads=torch.get_num_threads(),
     )
     results.append((peak - resting, estimate))
 print(json.dumps(results))
@@ -99,16 +101,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the kernels are not built")
+
+
 @pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            "native", marks=pytest.mark.skipif(not library_path().exists(), reason="the kernels are not built")
-        ),
-        "plain",
-    ],
+    "path", [pytest.param("native", marks=needs_kernels), "plain", pytest.param("quantised", marks=needs_kernels)]
 )
-def test_the_computed_peak_is_the_measured_one(folder: Path, path: str) -> None:
+def test_the_computed_peak_is_the_measured_one(folder: Path, path: str, tmp_path: Path) -> None:
+    if path == "quantised":
+        folder = quantize_model(folder, tmp_path / "quantised", dynamic=["*"])
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(folder), path, json.dumps(CASES)],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,

@@ -51,7 +51,6 @@ _NOT_SUPPORTED = {
     "reasoning-parser-plugin": "the formats of reasoning are built in",
     "pipeline-parallel-size": "one process serves the model",
     "data-parallel-size": "run several replicas instead",
-    "quantization": "quantised weights are read from GGUF files only",
     "speculative-config": "speculative decoding is not supported",
     "enable-lora": "LoRA adapters are not supported",
     "load-format": "the format is told by the model's files",
@@ -116,6 +115,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
     )
     model.add_argument(
         "--dtype", choices=["auto", "half", "float16", "bfloat16", "float", "float32"], default="auto", help="(auto)"
+    )
+    model.add_argument(
+        "--quantization", "-q", metavar="METHOD", help="ascend: int8 weights and activations as msmodelslim wrote them"
     )
     model.add_argument(
         "--max-model-len", type=model_length, default=None, metavar="TOKENS", help="prompt plus output; 32k, 32K, auto"
@@ -285,6 +287,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
                 tokenizer=parsed.tokenizer,
                 revision=parsed.revision,
                 dtype=cast(Any, {"half": "float16", "float": "float32"}.get(parsed.dtype, parsed.dtype)),
+                quantization=parsed.quantization,
                 max_model_len=parsed.max_model_len,
                 seed=parsed.seed,
             ),

@@ -22,8 +22,8 @@ EXIT_OK = 0
 EXIT_WRONG = 2
 
 _WHOLE = {
-    "safetensors": ("model.safetensors", "model.safetensors.index.json"),
-    "bin": ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    "safetensors": ("model.safetensors", "*.safetensors.index.json"),
+    "bin": ("pytorch_model.bin", "*.bin.index.json"),
 }
 
 
@@ -47,11 +47,13 @@ def check_model(options: ServerOptions) -> str:
     """
     hide_torch_npu()  # no NPU is needed to judge a model
     # Only here: reading a configuration imports transformers, and flags are to be judged without it.
+    from reprise_engine.models.quantization import read_quantization
     from reprise_engine.models.spec import read_spec
 
     model = options.engine.model
     files = find_weights(model.model, revision=model.revision)
-    spec = read_spec(files)
+    plan = read_quantization(files, requested=model.quantization)
+    spec = read_spec(files, quantized=plan is not None)
     length = spec.choose_max_model_len(model.max_model_len)
     _check_shards(files)
     try:
@@ -88,8 +90,11 @@ def _named(files: ModelFiles) -> list[str]:
     single, index = _WHOLE[files.weights]
     if (files.folder / single).is_file():
         return [single]
-    weight_map = (files.read_json(index) or {}).get("weight_map")
-    return sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+    named: set[str] = set()
+    for path in files.folder.glob(index):
+        weight_map = (files.read_json(path.name) or {}).get("weight_map")
+        named |= {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+    return sorted(named)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from reprise_engine.evaluation.engine import EngineOptions, RunnerWrapper
+    from reprise_engine.evaluation.reference import Reference
 
 EXIT_BROKEN, EXIT_USAGE = 1, 2
 
@@ -52,6 +53,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="where the tokenizer is, if not with the model")
     parser.add_argument("--revision", help="revision of a model named in the hub cache")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="(auto)")
+    parser.add_argument("--quantization", "-q", metavar="METHOD", help="as of `reprise serve`; with --reference-model")
+    parser.add_argument(
+        "--reference-model", metavar="MODEL", help="the float model that a quantised one was made from: what it cost"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "npu"], default="auto", help="(auto)")
     parser.add_argument("--block-size", type=int, default=None, metavar="TOKENS")
     parser.add_argument(
@@ -98,15 +103,44 @@ def exit_code(
 
 def _options(parsed: argparse.Namespace) -> EngineOptions:
     from reprise_engine.evaluation.engine import EngineOptions
+    from reprise_engine.models.files import find_weights
 
+    if parsed.quantization is not None and parsed.reference_model is None:
+        raise ConfigError(
+            f"--quantization is {parsed.quantization}, and transformers does not read such weights; give "
+            "--reference-model, the float model to compare with."
+        )
+    if parsed.quantization is None and parsed.reference_model is not None:
+        raise ConfigError(
+            f"--reference-model is {parsed.reference_model}, but the model is evaluated as a float one, whose "
+            "reference is itself; give --quantization ascend, or leave --reference-model out."
+        )
+    if parsed.reference_model is not None:
+        find_weights(parsed.reference_model)  # before the engine is loaded
     return EngineOptions(
         model=parsed.model,
         revision=parsed.revision,
         dtype=parsed.dtype,
+        quantization=parsed.quantization,
         device=parsed.device,
         block_size=parsed.block_size,
         max_num_batched_tokens=parsed.max_num_batched_tokens,
     )
+
+
+def _reference(parsed: argparse.Namespace, *, dtype: str, vocab_size: int) -> Reference:
+    """Of the same weights, or of the float model they were made from. Raises ConfigError for another model."""
+    from reprise_engine.evaluation.reference import Reference
+
+    if parsed.reference_model is None:
+        return Reference(parsed.model, dtype=dtype, revision=parsed.revision)
+    reference = Reference(parsed.reference_model, dtype=dtype)
+    if reference.vocab_size != vocab_size:
+        raise ConfigError(
+            f"--reference-model is {parsed.reference_model}, whose vocabulary has {reference.vocab_size} entries, and "
+            f"{parsed.model} has {vocab_size}: it is another model."
+        )
+    return reference
 
 
 def equality(
@@ -115,8 +149,8 @@ def equality(
     """Whether all is equal, and the content of the JSON. `wrap_runner` spoils the engine, for a test of the test."""
     from reprise_engine.evaluation import cases, report
     from reprise_engine.evaluation.engine import InProcessEngine, engine_config
-    from reprise_engine.evaluation.equality import TOLERANCES, check, generate_all
-    from reprise_engine.evaluation.reference import Reference
+    from reprise_engine.evaluation.equality import TOLERANCES, EqualityResult, check, generate_all
+    from reprise_engine.evaluation.quantized import QuantizedResult, compare
     from reprise_engine.text import load_tokenizer
 
     _positive(parsed, "max_tokens")
@@ -124,25 +158,42 @@ def equality(
     asked = cases.built_in_cases(tokenizer) if parsed.prompts is None else cases.read_cases(parsed.prompts, tokenizer)
     options = _options(parsed)
     lengths = [case.longest(parsed.max_tokens) for case in asked]
-    dtype = ""
+    dtype, vocab_size = "", 0
 
     def open_engine(caching: bool) -> InProcessEngine:
-        nonlocal dtype
+        nonlocal dtype, vocab_size
         engine = InProcessEngine(engine_config(options, caching=caching, lengths=lengths), wrap_runner=wrap_runner)
-        dtype = engine.resolved.dtype
+        dtype, vocab_size = engine.resolved.dtype, engine.resolved.vocab_size
         return engine
 
     with _progress(shown=not parsed.disable_tqdm) as progress:
         answers = generate_all(asked, open_engine=open_engine, max_tokens=parsed.max_tokens, progress=progress)
-        result = check(
-            answers,
-            reference=Reference(parsed.model, dtype=dtype, revision=parsed.revision),
-            dtype=dtype,
-            max_tokens=parsed.max_tokens,
-            tolerance=TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance,
-            progress=progress,
-        )
-    report.print_equality(_console(), result, token_text=tokenizer.token_text)
+        reference = _reference(parsed, dtype=dtype, vocab_size=vocab_size)
+        tolerance = TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance
+        result: EqualityResult | QuantizedResult
+        if parsed.reference_model is None:
+            result = check(
+                answers,
+                reference=reference,
+                dtype=dtype,
+                max_tokens=parsed.max_tokens,
+                tolerance=tolerance,
+                progress=progress,
+            )
+        else:
+            result = compare(
+                answers,
+                reference=reference,
+                float_model=parsed.reference_model,
+                dtype=dtype,
+                max_tokens=parsed.max_tokens,
+                tolerance=tolerance,
+                progress=progress,
+            )
+    if isinstance(result, EqualityResult):
+        report.print_equality(_console(), result, token_text=tokenizer.token_text)
+    else:
+        report.print_quantized(_console(), result)
     return result.ok, result.as_json() | {"versions": _versions()}
 
 
@@ -161,7 +212,6 @@ def perplexity(parsed: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
         score_with_engine,
         score_with_reference,
     )
-    from reprise_engine.evaluation.reference import Reference
     from reprise_engine.loop import Runner
     from reprise_engine.text import load_tokenizer
 
@@ -178,16 +228,16 @@ def perplexity(parsed: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
         options = replace(options, max_num_batched_tokens=SCORED_TOKENS_A_STEP)
     # A window, the context before it, and the token that each of them generates.
     lengths = [min(parsed.context, len(token_ids)) + 1] * 2
-    dtype = ""
+    dtype, vocab_size = "", 0
 
     def open_engine(caching: bool) -> ScoringEngine:
-        nonlocal dtype
+        nonlocal dtype, vocab_size
 
         def build(wrap: Callable[[TokenLogits], Runner]) -> InProcessEngine:
             return InProcessEngine(engine_config(options, caching=caching, lengths=lengths), wrap_runner=wrap)
 
         engine = ScoringEngine(build)
-        dtype = engine.dtype
+        dtype, vocab_size = engine.dtype, engine.vocab_size
         return engine
 
     with _progress(shown=not parsed.disable_tqdm) as progress:
@@ -197,8 +247,9 @@ def perplexity(parsed: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
             engine = open_engine(caching)
             scores.append(score_with_engine(engine, token_ids, windows, way=way, progress=progress))
             del engine  # its weights, before the next ones are loaded
-        reference = Reference(parsed.model, dtype=dtype, revision=parsed.revision)
-        scores.append(score_with_reference(reference, token_ids, windows, progress=progress))
+        reference = _reference(parsed, dtype=dtype, vocab_size=vocab_size)
+        way = "transformers" if parsed.reference_model is None else "float model"
+        scores.append(score_with_reference(reference, token_ids, windows, way=way, progress=progress))
     result = PerplexityResult(
         dtype=dtype,
         tolerance=TOLERANCES[dtype] if parsed.tolerance is None else parsed.tolerance,
@@ -206,6 +257,7 @@ def perplexity(parsed: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
         context=parsed.context,
         stride=parsed.stride,
         scores=tuple(scores),
+        float_model=parsed.reference_model,
     )
     report.print_perplexity(_console(), result)
     return result.ok, result.as_json() | {"versions": _versions()}

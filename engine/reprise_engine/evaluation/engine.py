@@ -13,6 +13,7 @@ from reprise_engine.config import (
     DType,
     EngineConfig,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
 )
 from reprise_engine.core import build_core
@@ -32,6 +33,7 @@ class EngineOptions:
     model: str
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     device: Device = "auto"
     block_size: int | None = None
     max_num_batched_tokens: int | None = None
@@ -51,7 +53,11 @@ def engine_config(options: EngineOptions, *, caching: bool, lengths: Sequence[in
     block_size = options.block_size or DEFAULT_BLOCK_SIZE  # a device's own is larger, and then the pool as well
     return EngineConfig(
         model=ModelConfig(
-            model=options.model, revision=options.revision, dtype=options.dtype, max_model_len=max(lengths)
+            model=options.model,
+            revision=options.revision,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            max_model_len=max(lengths),
         ),
         cache=CacheConfig(
             enable_prefix_caching=caching,

@@ -55,13 +55,21 @@ class TokenLogits(Protocol):
     def logits(self, step: Step, *, every_token: bool = False) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """`logprob` of a token that is there, and the token that was likeliest."""
+
+    logprob: float
+    likeliest: TokenId
+
+
 class ScoringRunner:
-    """Notes the log-probability of every prompt token that a step computes the token before."""
+    """Notes how every prompt token is scored that a step computes the token before."""
 
     def __init__(self, inner: TokenLogits) -> None:
         self._inner = inner
         self.prompts: dict[RequestId, tuple[TokenId, ...]] = {}
-        self.logprobs: dict[RequestId, dict[int, float]] = {}
+        self.scored: dict[RequestId, dict[int, ScoredToken]] = {}
 
     def run(self, step: Step) -> StepResult:
         logits_TV = self._inner.logits(step, every_token=True)
@@ -73,18 +81,19 @@ class ScoringRunner:
             prompt = self.prompts[part.request_id]
             targets = prompt[part.start + 1 : part.start + 1 + len(part.token_ids)]
             if targets:
-                scores = token_logprobs(rows_TV[: len(targets)], targets)
-                found = self.logprobs.setdefault(part.request_id, {})
+                scores = score_tokens(rows_TV[: len(targets)], targets)
+                found = self.scored.setdefault(part.request_id, {})
                 found |= {part.start + 1 + offset: score for offset, score in enumerate(scores)}
             if part.samples:
                 sampled[part.request_id] = int(rows_TV[-1].argmax())
         return StepResult(step_id=step.step_id, sampled=sampled)
 
 
-def token_logprobs(logits_TV: torch.Tensor, targets: Sequence[TokenId]) -> list[float]:
+def score_tokens(logits_TV: torch.Tensor, targets: Sequence[TokenId]) -> list[ScoredToken]:
     chosen_T = logits_TV.gather(1, torch.tensor(targets, device=logits_TV.device).unsqueeze(1)).squeeze(1)
-    scores: list[float] = (chosen_T - logits_TV.logsumexp(-1)).tolist()
-    return scores
+    logprobs: list[float] = (chosen_T - logits_TV.logsumexp(-1)).tolist()
+    likeliest: list[TokenId] = logits_TV.argmax(-1).tolist()
+    return [ScoredToken(*pair) for pair in zip(logprobs, likeliest, strict=True)]
 
 
 class ScoringEngine:
@@ -103,14 +112,18 @@ class ScoringEngine:
     def dtype(self) -> str:
         return self._engine.resolved.dtype
 
-    def score(self, prompt: Sequence[TokenId]) -> tuple[Mapping[int, float], int]:
-        """Log-probabilities by position, of all positions whose predecessor was computed; and the cached tokens."""
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.resolved.vocab_size
+
+    def score(self, prompt: Sequence[TokenId]) -> tuple[Mapping[int, ScoredToken], int]:
+        """By position, of all positions whose predecessor was computed; and the cached tokens."""
         assert self._scoring is not None
         request_id = self._engine.next_request_id
         self._scoring.prompts[request_id] = tuple(prompt)
         [generated] = self._engine.generate([prompt], max_tokens=1)
         del self._scoring.prompts[request_id]
-        return self._scoring.logprobs.pop(request_id, {}), generated.cached_tokens
+        return self._scoring.scored.pop(request_id, {}), generated.cached_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +132,19 @@ class Score:
 
     way: str
     logprobs: tuple[float, ...]
+    likeliest: tuple[TokenId, ...]
+    """At the same positions."""
     cached_tokens: int = 0
     """Of all windows' prompts."""
+
+    @classmethod
+    def of(cls, way: str, tokens: Sequence[ScoredToken], *, cached_tokens: int = 0) -> Score:
+        return cls(
+            way=way,
+            logprobs=tuple(token.logprob for token in tokens),
+            likeliest=tuple(token.likeliest for token in tokens),
+            cached_tokens=cached_tokens,
+        )
 
     @property
     def perplexity(self) -> float:
@@ -136,25 +160,42 @@ class PerplexityResult:
     stride: int
     scores: tuple[Score, ...]
     """cache on, cache off, transformers."""
+    float_model: str | None = None
+    """What transformers computes where the engine's weights are quantised; None where both have the same weights."""
 
     @property
     def spread(self) -> float:
-        """The greatest perplexity over the smallest, less one."""
-        perplexities = [score.perplexity for score in self.scores]
+        """The greatest perplexity over the smallest, less one, of those that must agree."""
+        same = self.scores if self.float_model is None else self.scores[:-1]
+        perplexities = [score.perplexity for score in same]
         return max(perplexities) / min(perplexities) - 1
 
     @property
     def ok(self) -> bool:
         return self.spread <= self.tolerance
 
+    @property
+    def increase(self) -> float:
+        """By how much, as a share, the perplexity is above transformers'."""
+        return self.scores[0].perplexity / self.scores[-1].perplexity - 1
+
+    def agreement(self, score: Score) -> float:
+        """Share of the positions where its likeliest token is transformers'."""
+        pairs = zip(score.likeliest, self.scores[-1].likeliest, strict=True)
+        return sum(ours == theirs for ours, theirs in pairs) / len(score.likeliest)
+
     def max_error(self, score: Score) -> float:
         """Greatest difference of a token's log-probability from transformers'."""
         return max(abs(ours - theirs) for ours, theirs in zip(score.logprobs, self.scores[-1].logprobs, strict=True))
 
     def as_json(self) -> dict[str, Any]:
-        content = asdict(self) | {"ok": self.ok, "spread": self.spread}
+        content = asdict(self) | {"ok": self.ok, "spread": self.spread, "increase": self.increase}
         for entry, score in zip(content["scores"], self.scores, strict=True):
-            entry |= {"perplexity": score.perplexity, "max_error": self.max_error(score)}
+            entry |= {
+                "perplexity": score.perplexity,
+                "max_error": self.max_error(score),
+                "agreement": self.agreement(score),
+            }
         return content
 
 
@@ -165,7 +206,7 @@ def score_with_engine(
     engine: ScoringEngine, token_ids: Sequence[TokenId], windows: Sequence[Window], *, way: str, progress: Progress
 ) -> Score:
     """A context is computed before its window, with and without a cache; the window's own positions are scored."""
-    logprobs: list[float] = []
+    scored: list[ScoredToken] = []
     cached = 0
     for number, window in enumerate(windows):
         progress(way, number, len(windows))
@@ -175,20 +216,24 @@ def score_with_engine(
             engine.score(context)
         scores, cached_tokens = engine.score(token_ids[window.start : window.end])
         cached += cached_tokens
-        logprobs += (scores[position - window.start] for position in range(window.scored_from, window.end))
+        scored += (scores[position - window.start] for position in range(window.scored_from, window.end))
     progress(way, len(windows), len(windows))
-    return Score(way=way, logprobs=tuple(logprobs), cached_tokens=cached)
+    return Score.of(way, scored, cached_tokens=cached)
 
 
 def score_with_reference(
-    reference: ReferenceModel, token_ids: Sequence[TokenId], windows: Sequence[Window], *, progress: Progress
+    reference: ReferenceModel,
+    token_ids: Sequence[TokenId],
+    windows: Sequence[Window],
+    *,
+    progress: Progress,
+    way: str = "transformers",
 ) -> Score:
-    way = "transformers"
-    logprobs: list[float] = []
+    tokens: list[ScoredToken] = []
     for number, window in enumerate(windows):
         progress(way, number, len(windows))
         scored = token_ids[window.scored_from : window.end]
         logits_TV = reference.logits(token_ids[window.start : window.end - 1], last=len(scored))
-        logprobs += token_logprobs(logits_TV, scored)
+        tokens += score_tokens(logits_TV, scored)
     progress(way, len(windows), len(windows))
-    return Score(way=way, logprobs=tuple(logprobs))
+    return Score.of(way, tokens)

@@ -33,6 +33,10 @@ class Reference:
         assert isinstance(module, PreTrainedModel)
         self._module = module.to(torch.float32).eval()  # type: ignore[arg-type]  # typed for transformers' own mixin
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._module.config.vocab_size)
+
     def logits(self, token_ids: Sequence[TokenId], *, last: int) -> torch.Tensor:
         """(last, V), float32: of the last so many positions of one sequence, computed in one pass."""
         with torch.inference_mode():

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from reprise_engine.evaluation.equality import MODES, Difference, EqualityResult, Verdict
 from reprise_engine.evaluation.perplexity import PerplexityResult
+from reprise_engine.evaluation.quantized import Parting, QuantizedPrompt, QuantizedResult
 from reprise_engine.request import TokenId
 
 
@@ -74,6 +75,45 @@ def _explain(difference: Difference, result: EqualityResult, token_text: Callabl
     )
 
 
+def print_quantized(console: Console, result: QuantizedResult) -> None:
+    table = Table(title=f"greedy tokens of quantised weights, {result.dtype}, {result.max_tokens} a prompt")
+    table.title_justify = "left"
+    table.add_column("prompt")
+    for column in ("tokens", "as the float model's", "log-probability error", "cached, warm"):
+        table.add_column(column, justify="right")
+    table.add_column("cache on == off")
+    for prompt in result.prompts:
+        table.add_row(
+            prompt.name,
+            f"{prompt.prompt_tokens:,}",
+            f"{prompt.agreed} of {prompt.tokens}",
+            f"{prompt.max_error:.2g}",
+            f"{prompt.cached_tokens:,}",
+            _parted(prompt, result.tolerance),
+        )
+    console.print(table)
+    console.print(
+        f"{result.agreement:.1%} of the tokens are the likeliest of the float model ({result.float_model}). Judged is "
+        f"the cache alone: the same tokens with it and without, but for ties within {result.tolerance:g}.",
+        highlight=False,
+        markup=False,
+    )
+    console.print("[green]equal[/]" if result.ok else "[red]BROKEN[/]")
+
+
+def _parted(prompt: QuantizedPrompt, tolerance: float) -> str:
+    if not prompt.partings:
+        return "equal"
+
+    def place(parting: Parting) -> str:
+        return f"{parting.mode} at {parting.position}"
+
+    broken = [place(parting) for parting in prompt.partings if parting.broken(tolerance)]
+    if broken:
+        return f"[red]BROKEN: {', '.join(broken)}[/]"
+    return f"[yellow]near tie: {', '.join(map(place, prompt.partings))}[/]"
+
+
 def print_perplexity(console: Console, result: PerplexityResult) -> None:
     table = Table(
         title=f"perplexity, {result.dtype}, {len(result.scores[0].logprobs):,} tokens scored, windows of "
@@ -81,15 +121,28 @@ def print_perplexity(console: Console, result: PerplexityResult) -> None:
     )
     table.title_justify = "left"
     table.add_column("")
-    for column in ("perplexity", "cached tokens", "greatest error of a token"):
+    for column in ("perplexity", "cached tokens", "greatest error of a token", "same likeliest token"):
         table.add_column(column, justify="right")
     for score in result.scores:
         table.add_row(
-            score.way, f"{score.perplexity:.6g}", f"{score.cached_tokens:,}", f"{result.max_error(score):.2g}"
+            score.way,
+            f"{score.perplexity:.6g}",
+            f"{score.cached_tokens:,}",
+            f"{result.max_error(score):.2g}",
+            f"{result.agreement(score):.1%}",
         )
     console.print(table)
+    if result.float_model is not None:
+        console.print(
+            f"Quantised, the perplexity is {result.increase:+.2%} from the float model's ({result.float_model}); the "
+            f"likeliest token is the same at {result.agreement(result.scores[0]):.1%} of the positions. Judged is the "
+            "cache alone:",
+            highlight=False,
+            markup=False,
+        )
+    compared = "They differ" if result.float_model is None else "With it and without, perplexities differ"
     console.print(
-        f"They differ by {result.spread:.2g} of their value at most; tolerance: {result.tolerance:g}.", highlight=False
+        f"{compared} by {result.spread:.2g} of their value at most; tolerance: {result.tolerance:g}.", highlight=False
     )
     console.print("[green]equal[/]" if result.ok else "[red]BROKEN[/]")
 

@@ -23,6 +23,7 @@ from reprise_engine.native.layer import DescribedLayer, LayerWeights
 
 _GATED_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
 _GATED_MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
+_QK_NORMS = ("q_norm", "k_norm")
 _RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 
 
@@ -114,7 +115,7 @@ class FusedDecoderLayer(_Native):
         attention, mlp = self.self_attn, self.mlp
         gated = _is_gated_mlp(mlp)
         norms: list[nn.Module] = [self.input_layernorm, self.post_attention_layernorm]
-        norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
+        norms += [norm for name in _QK_NORMS if (norm := getattr(attention, name, None)) is not None]
         eps = {float(_number(norm, "variance_epsilon")) for norm in norms}
         assert len(eps) == 1, f"a layer's norms have different epsilons: {eps}"
         weights = [_parameter(norm) for norm in norms]
@@ -168,8 +169,21 @@ def fuse_layers(model: nn.Module, kernels: Kernels) -> None:
                 setattr(parent, name, replacement)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in _GATED_LAYERS:
+            if type(child).__name__ in _GATED_LAYERS and _is_native(child):
                 setattr(parent, name, FusedDecoderLayer(child, kernels))
+
+
+def _is_native(layer: Any) -> bool:
+    """Whether all that the kernels compute of `layer` is on them; a quantised layer (w8a8.py) stays as it is."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    if _is_gated_mlp(mlp):
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [norm for name in _QK_NORMS if (norm := getattr(attention, name, None)) is not None]
+    return all(isinstance(part, NativeLinear) for part in linears) and all(
+        isinstance(norm, NativeRMSNorm) for norm in norms
+    )
 
 
 def _replacement(module: nn.Module, kernels: Kernels) -> nn.Module | None:

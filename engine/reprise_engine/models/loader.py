@@ -21,7 +21,10 @@ from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import ModelFiles, find_weights
 from reprise_engine.models.fused import fuse_layers
 from reprise_engine.models.npu_layers import fuse_npu_layers
+from reprise_engine.models.npu_w8a8 import check_npu_plan, use_npu_operators
 from reprise_engine.models.placement import place_weights
+from reprise_engine.models.quantization import read_quantization
+from reprise_engine.models.quantized_weights import load_quantized
 from reprise_engine.models.quiet import without_progress_bars
 from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
@@ -55,6 +58,8 @@ class LoadedModel:
     kv_dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
+    quantization: str | None = None
+    """Of which layers, in words; None for a float model."""
 
     @property
     def weight_bytes(self) -> int:
@@ -102,7 +107,8 @@ def load_model(
         raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
     progress(LoadProgress("Reading the model's configuration"))
     files = find_weights(config.model, revision=config.revision)
-    spec = read_spec(files)
+    plan = read_quantization(files, requested=config.quantization)
+    spec = read_spec(files, quantized=plan is not None)
     # Before minutes are spent on weights: a limit that cannot be met is told at once.
     spec.choose_max_model_len(config.max_model_len)
     chip = chip_of(device) if device.type == "npu" else None
@@ -115,10 +121,18 @@ def load_model(
             head_dim=spec.head_dim,
             dtype=dtype,
         )
+        if plan is not None:
+            check_npu_plan(plan, chip)
 
     stage = f"Loading weights ({files.weights}, {dtype})"
     progress(LoadProgress(stage))
-    module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
+    if plan is None:
+        module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
+    else:
+        logger.info("%s: %s", plan.source.name, plan.summary())
+        module = load_quantized(files, spec, plan, _TORCH_DTYPES[dtype])
+        if chip is not None:
+            use_npu_operators(module, _TORCH_DTYPES[dtype])
     if device.type == "cpu" and dtype == "bfloat16":
         upcast_activations(module)
     module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
@@ -138,6 +152,7 @@ def load_model(
         kv_dtype=_TORCH_DTYPES[dtype],
         device=device,
         eos_token_ids=_eos_token_ids(files, module),
+        quantization=None if plan is None else plan.summary(),
     )
 
 

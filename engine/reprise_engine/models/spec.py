@@ -71,9 +71,11 @@ class ModelSpec:
         return requested
 
 
-def read_spec(files: ModelFiles) -> ModelSpec:
-    """Reads and checks the configuration. Raises UnsupportedModel, naming what is not supported, or
-    DamagedModel."""
+def read_spec(files: ModelFiles, *, quantized: bool = False) -> ModelSpec:
+    """Reads and checks the configuration; `quantized` says that `read_quantization` has a plan.
+
+    Raises UnsupportedModel, naming what is not supported, or DamagedModel.
+    """
     raw = files.read_json("config.json")
     if files.gguf_file is not None and raw is None:
         _check_gguf_architecture(files)
@@ -86,6 +88,11 @@ def read_spec(files: ModelFiles) -> ModelSpec:
         config = _read_config(files)
     _check_positions(config)
     _check_attention(config, architecture)
+    if not quantized and getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            "quantization_config is set in the model's config.json; quantised checkpoints are supported as GGUF, or as "
+            "msmodelslim writes them (--quantization ascend)."
+        )
     return _spec_of(config, architecture)
 
 
@@ -167,11 +174,6 @@ def _check_attention(config: PretrainedConfig, architecture: str) -> None:
         )
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModel("is_causal of the model's config.json is false; only causal models can be served.")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        raise UnsupportedModel(
-            "quantization_config is set in the model's config.json; quantised checkpoints are supported as GGUF only."
-        )
 
 
 def _spec_of(config: PretrainedConfig, architecture: str) -> ModelSpec:

@@ -14,6 +14,7 @@ what the model says anyway.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -46,7 +47,10 @@ _ATTEMPTS = 3
 
 
 def content_files(folder: Path, *, weights: Literal["safetensors", "bin", "gguf"], gguf_file: str | None) -> list[Path]:
-    """The files of a model that its KV depends on: weights, their index, config.json. Raises ModelError."""
+    """The files of a model that its KV depends on: weights, their index, how they are quantised, config.json.
+
+    Raises ModelError.
+    """
     try:
         names = {entry.name for entry in folder.iterdir()}
     except OSError as error:
@@ -56,6 +60,8 @@ def content_files(folder: Path, *, weights: Literal["safetensors", "bin", "gguf"
         chosen = {gguf_file}
     elif weights == "safetensors":
         chosen = {name for name in names if name.endswith((".safetensors", ".safetensors.index.json"))}
+        # Of the same int8 tensors it says which arithmetic is theirs (models/quantization.py).
+        chosen |= {name for name in names if fnmatch.fnmatchcase(name, "quant_model_description*.json")}
     else:
         chosen = {name for name in names if name.startswith("pytorch_model") and name.endswith((".bin", ".index.json"))}
     return [folder / name for name in sorted(chosen | ({"config.json"} & names))]
