@@ -19,6 +19,7 @@ DEFAULT_MEMORY_UTILIZATION = 0.90
 DEFAULT_PIN_BUDGET = 0.25
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_DISK_SIZE = 16 * 2**30
+MAX_TENSOR_PARALLEL_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +152,22 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     device: Device = "auto"
+    tensor_parallel_size: int = 1
+    """Ranks that compute together, one NPU each; on a CPU one process each."""
 
     def __post_init__(self) -> None:
         _check_choice("--device", self.device, get_args(Device))
+        size = self.tensor_parallel_size
+        if not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE:
+            raise ConfigError(
+                f"--tensor-parallel-size is {size}; it must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, the NPUs of one pod."
+            )
+        folder = self.cache.prefix_cache_dir
+        if size > 1 and folder is not None:
+            raise ConfigError(
+                f"--tensor-parallel-size is {size} and --prefix-cache-dir is {folder}: several ranks cannot keep blocks on "
+                "disk. Leave one of them out; --prefix-cache-host-memory works with several ranks."
+            )
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 

@@ -17,15 +17,16 @@ from reprise_engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(requested: Device) -> torch.device:
-    """ "auto" is the NPU when torch_npu is installed and sees one, else the CPU. Raises ConfigError for an explicit NPU
-    that is not there."""
+def resolve_device(requested: Device, *, rank: int = 0, size: int = 1) -> torch.device:
+    """ "auto" is the NPU when torch_npu is installed and sees one, else the CPU. Of `size` ranks each has an NPU of its
+    own. Raises ConfigError for an explicit NPU that is not there, or too few of them."""
     if requested == "cpu":
         return torch.device("cpu")
     reason = _import_torch_npu()
     if reason is None:
-        # The scheduler and the runner of one engine process use one NPU: the first that is visible.
-        return torch.device("npu", 0)
+        # The visible NPUs in their order; one process uses one of them.
+        _take_npu(rank, size)
+        return torch.device("npu", rank)
     if requested == "npu":
         raise ConfigError(
             f"--device is npu, but {reason}. Install the engine with its [npu] extra on an Ascend machine with CANN, "
@@ -49,14 +50,29 @@ def _import_torch_npu() -> str | None:
     return None
 
 
-def limit_cpu_threads() -> int:
+def _take_npu(rank: int, size: int) -> None:
+    """Raises ConfigError where there are fewer NPUs than ranks."""
+    npu = torch.npu  # type: ignore[attr-defined]  # of torch_npu
+    if size > 1:
+        visible = npu.device_count()
+        if visible < size:
+            raise ConfigError(
+                f"--tensor-parallel-size is {size}, but {visible} NPUs are visible. Lower it to {visible}, or give the "
+                "engine more (ASCEND_RT_VISIBLE_DEVICES, or the pod's resource)."
+            )
+        npu.set_device(rank)
+
+
+def limit_cpu_threads(*, sharing: int = 1) -> int:
     """Keeps torch from using more threads than the process may run on (affinity, cgroup CPU quota), which would make
-    them wait for each other. OMP_NUM_THREADS, when set, is left alone. Returns the number of threads in use."""
+    them wait for each other; `sharing` processes of the engine share them. OMP_NUM_THREADS, when set, is left alone.
+    Returns the number of threads in use."""
     if "OMP_NUM_THREADS" not in os.environ:
         allowed = len(os.sched_getaffinity(0))
         quota = cgroup_cpu_quota()
         if quota is not None:
             allowed = min(allowed, max(1, math.ceil(quota)))
+        allowed = max(1, allowed // sharing)
         if allowed < torch.get_num_threads():
             torch.set_num_threads(allowed)
     return torch.get_num_threads()

@@ -84,6 +84,7 @@ class LLM:
         revision: str | None = None,
         dtype: DType = "auto",
         device: Device = "auto",
+        tensor_parallel_size: int = 1,
         seed: int = 0,
         trust_remote_code: bool = False,
         max_model_len: int | None = None,
@@ -141,6 +142,7 @@ class LLM:
                 ),
                 kv_events=kv_events_config,
                 device=device,
+                tensor_parallel_size=tensor_parallel_size,
             )
         )
         # Also when the interpreter ends: the last events are published, the last blocks written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +70,16 @@ def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: 
 
 
 def profile_npu(
-    model: LoadedModel, scheduler: SchedulerConfig, before: NPUMemory, *, block_size: int, max_model_len: int
+    model: LoadedModel,
+    scheduler: SchedulerConfig,
+    before: NPUMemory,
+    *,
+    block_size: int,
+    max_model_len: int,
+    of_rank: Callable[[Step], Step] = lambda step: step,
 ) -> NPUPeak:
-    """Runs the largest step on a pool that holds just it, and reads torch's counters."""
+    """Runs the largest step on a pool that holds just it, and reads torch's counters. Of several ranks all run it
+    together, each what `of_rank` makes of it."""
     npu = _torch_npu()
     step, num_blocks = profile_step(scheduler, block_size=block_size, max_model_len=max_model_len)
     kv = allocate_kv_cache(
@@ -86,7 +94,7 @@ def profile_npu(
     npu.synchronize()
     resting = npu.memory_allocated(model.device)
     npu.reset_peak_memory_stats(model.device)
-    ModelRunner(model, create_attention_backend(model.device), kv, seed=0).run(step)
+    ModelRunner(model, create_attention_backend(model.device), kv, seed=0).run(of_rank(step))
     npu.synchronize()
     activations = npu.max_memory_allocated(model.device) - resting
     # What another engine took in the meantime cannot be told from our own runtime's share, so the share is bounded.

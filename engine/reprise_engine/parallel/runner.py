@@ -1,0 +1,32 @@
+"""Rank 0's runner: every step goes to the other ranks first, so that all of them compute it."""
+
+from __future__ import annotations
+
+from reprise_engine.loop import Runner
+from reprise_engine.parallel.launch import Ranks
+from reprise_engine.parallel.talk import for_others
+from reprise_engine.step import Step, StepResult
+
+
+class LeadingRunner:
+    """`inner` computes rank 0's part of a step, and samples."""
+
+    def __init__(self, inner: Runner, ranks: Ranks) -> None:
+        self._inner = inner
+        self._ranks = ranks
+
+    def run(self, step: Step) -> StepResult:
+        """As Runner. Raises RankDied, or OutOfMemory of another rank, where one is gone; then no step can be run any
+        more, nor after another error."""
+        self._ranks.tell(for_others(step))
+        try:
+            return self._inner.run(step)
+        except Exception as error:
+            cause = self._ranks.explain(error)
+            self._ranks.give_up(f"A step failed on rank 0: {error}.")
+            if cause is error:
+                raise
+            raise cause from error
+        except BaseException:  # Ctrl-C in a notebook
+            self._ranks.give_up("A step was interrupted while several ranks computed it.")
+            raise
