@@ -71,6 +71,11 @@ class CacheConfig:
     """Bytes that the folder may hold, whoever else uses it; None takes DEFAULT_DISK_SIZE."""
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether blocks go anywhere below the pool."""
+        return self.prefix_cache_host_memory > 0 or self.prefix_cache_dir is not None
+
+    @property
     def disk_size(self) -> int:
         return DEFAULT_DISK_SIZE if self.prefix_cache_disk_size is None else self.prefix_cache_disk_size
 
@@ -161,12 +166,6 @@ class EngineConfig:
         if not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE:
             raise ConfigError(
                 f"--tensor-parallel-size is {size}; it must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, the NPUs of one pod."
-            )
-        folder = self.cache.prefix_cache_dir
-        if size > 1 and folder is not None:
-            raise ConfigError(
-                f"--tensor-parallel-size is {size} and --prefix-cache-dir is {folder}: several ranks cannot keep blocks on "
-                "disk. Leave one of them out; --prefix-cache-host-memory works with several ranks."
             )
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")

@@ -39,16 +39,18 @@ from reprise_engine.memory import BlockShape, MemoryFacts
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
 from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
-from reprise_engine.models.files import weight_file_bytes
+from reprise_engine.models.files import find_weights, weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
+from reprise_engine.models.spec import read_spec
 from reprise_engine.native import load_kernels
 from reprise_engine.out_of_memory import Phase, naming_phase
 from reprise_engine.parallel.group import Group, open_group
 from reprise_engine.parallel.launch import Ranks
 from reprise_engine.parallel.layers import connect_ranks
 from reprise_engine.parallel.runner import LeadingRunner
-from reprise_engine.parallel.shard import Place
+from reprise_engine.parallel.shard import Place, check_size
 from reprise_engine.parallel.sizing import plan_for_ranks
+from reprise_engine.parallel.slots import SharedSlots
 from reprise_engine.parallel.talk import Allocate, Allocated, Loaded, Meet, Sized, for_others
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
@@ -85,6 +87,10 @@ def build_core(
             undo.callback(kv_events.close)
         ranks = None
         if config.tensor_parallel_size > 1:
+            # Before any is started.
+            check_size(
+                read_spec(find_weights(config.model.model, revision=config.model.revision)), config.tensor_parallel_size
+            )
             ranks = Ranks(config, on_stuck=on_stuck)
             undo.callback(ranks.close)
         built = _build(config, kv_events, ranks, progress, wrap_runner)
@@ -144,6 +150,7 @@ def _build(
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
 
     progress(LoadProgress("Sizing the KV cache"))
+    shared: SharedSlots | None = None
     shape = block_shape(model, block_size)
     with naming_phase(Phase.PROFILING), nullcontext(0) if promises is None else promises.sharing_out() as promised:
         facts = gather_facts(
@@ -167,6 +174,7 @@ def _build(
         if promises is not None:
             promises.promise(facts.activations + facts.host_tier + plan.num_blocks * shape.bytes_per_block)
         if ranks is not None:
+            shared = ranks.share_slots(_num_slots(config, shape), part_bytes=shape.bytes_per_block)
             # Their promises are theirs, and nobody else may plan before they are made.
             ranks.tell(Allocate(num_blocks=plan.num_blocks, num_slots=_num_slots(config, shape)))
             ranks.hear(Allocated)
@@ -178,7 +186,14 @@ def _build(
     if config.cache.prefix_cache_dir is not None:
         progress(LoadProgress("Opening the prefix cache's folder"))
     tiers = build_tiers(
-        config.cache, model, kv, block_size=block_size, bytes_per_block=size * shape.bytes_per_block, kernels=kernels
+        config.cache,
+        model,
+        kv,
+        block_size=block_size,
+        bytes_per_block=size * shape.bytes_per_block,
+        kernels=kernels,
+        shared=shared,
+        num_ranks=size,
     )
     grammars = Grammars(
         partial(_grammar_tokenizer, config, model),
@@ -229,7 +244,7 @@ def _build(
     inner = wrap_runner(runner)
     core = EngineCore(
         scheduler,
-        inner if ranks is None else LeadingRunner(inner, ranks),
+        inner if ranks is None or group is None else LeadingRunner(inner, ranks, group),
         kv_events=kv_events,
         grammars=grammars,
         ranks=ranks,
@@ -258,6 +273,7 @@ def _meet(ranks: Ranks, model: LoadedModel) -> Group:
     ranks.hear(Loaded)
     ranks.tell(Meet())
     group = open_group(ranks.place, ranks.meeting_point, model.device)
+    ranks.when_closed(group.close)
     connect_ranks(model.module, group)
     return group
 

@@ -341,8 +341,10 @@ class LLM:
 
 
 def _end(core: EngineCore) -> None:
-    core.flush()
-    core.close()
+    try:
+        core.flush()
+    finally:
+        core.close()
 
 
 def _output_of(generation: _Generation) -> GenerationOutput:

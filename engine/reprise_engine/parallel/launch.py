@@ -26,7 +26,9 @@ from typing import TypeVar
 from reprise_engine.config import EngineConfig
 from reprise_engine.engine_process import process_environment
 from reprise_engine.errors import OutOfMemory, RankDied, RepriseError
+from reprise_engine.parallel import slots
 from reprise_engine.parallel.shard import FLAG, Place
+from reprise_engine.parallel.slots import SharedSlots
 from reprise_engine.parallel.talk import Allocate, Failed, Join, Meet
 from reprise_engine.step import Step
 
@@ -63,6 +65,8 @@ class Ranks:
         self._on_death: Callable[[RepriseError], None] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._afterwards: list[Callable[[], None]] = []
+        self._slots = slots.create_file() if config.cache.has_tiers else None
         read, self._lifeline = os.pipe()
         try:
             for rank in range(1, self._size):
@@ -80,7 +84,7 @@ class Ranks:
         try:
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "reprise_engine.parallel.worker", str(theirs.fileno()), str(lifeline)],
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=(theirs.fileno(), lifeline, *(() if self._slots is None else (self._slots,))),
                 stdin=subprocess.DEVNULL,
                 env=process_environment(),
             )
@@ -93,6 +97,7 @@ class Ranks:
             place=place,
             meeting_point=str(self.meeting_point),
             log_level=logging.getLogger().getEffectiveLevel(),
+            slots=self._slots,
         )
         self._send(rank, pickle.dumps(join))
 
@@ -109,6 +114,13 @@ class Ranks:
     def pids(self) -> dict[int, int]:
         """By rank, from 1 on."""
         return {rank: process.pid for rank, process in self._processes.items()}
+
+    def share_slots(self, num_slots: int, *, part_bytes: int) -> SharedSlots | None:
+        """The tiers' slots in memory that all ranks have; None without tiers. Before they are told to allocate."""
+        if self._slots is None:
+            return None
+        slots.resize(self._slots, num_slots=num_slots, size=self._size, part_bytes=part_bytes)
+        return SharedSlots(self._slots, num_slots=num_slots, size=self._size, part_bytes=part_bytes)
 
     # --- saying and hearing
 
@@ -160,6 +172,10 @@ class Ranks:
         rank 0 waits for requests, or for a device that waits for the other."""
         self._on_death = on_death
 
+    def when_closed(self, action: Callable[[], None]) -> None:
+        """Has `close` call it when the others have ended."""
+        self._afterwards.append(action)
+
     def close(self) -> None:
         """Ends them, by force where they take long."""
         if self._closed:
@@ -171,6 +187,8 @@ class Ranks:
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
                 other.shutdown(socket.SHUT_RDWR)
         os.close(self._lifeline)
+        if self._slots is not None:
+            os.close(self._slots)  # what is mapped stays
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         for connection in self._connections.values():
@@ -181,6 +199,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for action in self._afterwards:
+            action()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- the thread

@@ -31,6 +31,8 @@ class Join:
     place: Place
     meeting_point: str
     log_level: int
+    slots: int | None
+    """The inherited descriptor of the tiers' memory (slots.py); None without tiers."""
 
 
 @dataclass(frozen=True, slots=True)

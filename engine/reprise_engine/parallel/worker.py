@@ -26,8 +26,10 @@ from reprise_engine.errors import RepriseError
 from reprise_engine.models.loader import load_model
 from reprise_engine.native import load_kernels
 from reprise_engine.out_of_memory import Phase, as_out_of_memory, naming_phase
-from reprise_engine.parallel.group import LostRank, open_group
+from reprise_engine.parallel.group import Group, LostRank, open_group
 from reprise_engine.parallel.layers import connect_ranks
+from reprise_engine.parallel.runner import meet_after_transfers
+from reprise_engine.parallel.slots import SharedSlots
 from reprise_engine.parallel.talk import Allocate, Allocated, Failed, Join, Loaded, Meet, Sized
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory
@@ -43,11 +45,12 @@ def follow(connection: Connection) -> int:
     _configure_logging(join)
     phase = Phase.START
     try:
-        runner = build_runner(join, connection)
+        runner, group = build_runner(join, connection)
         phase = Phase.RUNNING
         while True:
             step: Step = connection.recv()
             runner.run(step)
+            meet_after_transfers(step, group)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # rank 0 is gone, or wants no more
     except (Exception, MemoryError) as error:
@@ -58,7 +61,7 @@ def follow(connection: Connection) -> int:
         return 1
 
 
-def build_runner(join: Join, connection: Connection) -> ModelRunner:
+def build_runner(join: Join, connection: Connection) -> tuple[ModelRunner, Group]:
     """This rank's part of what `core.build_core` builds, step by step with rank 0. Raises what that raises."""
     config, place = join.config, join.place
     device = resolve_device(config.device, rank=place.rank, size=place.size)
@@ -76,7 +79,8 @@ def build_runner(join: Join, connection: Connection) -> ModelRunner:
 
     meet: Meet = connection.recv()
     assert isinstance(meet, Meet), f"expected Meet, got {meet!r}"
-    connect_ranks(model.module, open_group(place, Path(join.meeting_point), device))
+    group = open_group(place, Path(join.meeting_point), device)
+    connect_ranks(model.module, group)
     shape = block_shape(model, block_size)
     with naming_phase(Phase.PROFILING):
         facts = gather_facts(
@@ -94,15 +98,19 @@ def build_runner(join: Join, connection: Connection) -> ModelRunner:
     allocate: Allocate = connection.recv()
     with naming_phase(Phase.KV_CACHE):
         kv = make_kv_cache(model, num_blocks=allocate.num_blocks, block_size=block_size)
-        transfer = create_transfer(kv, num_slots=allocate.num_slots) if allocate.num_slots else None
+        transfer = None
+        if join.slots is not None:
+            slots = SharedSlots(
+                join.slots, num_slots=allocate.num_slots, size=place.size, part_bytes=shape.bytes_per_block
+            )
+            transfer = create_transfer(kv, num_slots=allocate.num_slots, slots_QX=slots.part(place.rank))
     promises = make_promises(device_type)
     if promises is not None:
         # Rank 0 keeps all others from planning meanwhile. Kept for as long as this process lives.
         promises.promise(facts.activations + facts.host_tier + allocate.num_blocks * shape.bytes_per_block)
     connection.send(Allocated())
-    return ModelRunner(
-        model, create_attention_backend(device, kernels), kv, seed=config.model.seed, transfer=transfer
-    )
+    backend = create_attention_backend(device, kernels)
+    return ModelRunner(model, backend, kv, seed=config.model.seed, transfer=transfer), group
 
 
 def _sendable(error: BaseException) -> Exception:
