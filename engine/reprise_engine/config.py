@@ -165,7 +165,8 @@ class EngineConfig:
         size = self.tensor_parallel_size
         if not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE:
             raise ConfigError(
-                f"--tensor-parallel-size is {size}; it must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, the NPUs of one pod."
+                f"--tensor-parallel-size is {size}; it must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, "
+                "the NPUs of one pod."
             )
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")

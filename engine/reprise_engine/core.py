@@ -319,7 +319,7 @@ def gather_facts(
     max_model_len: int,
     place: Place | None,
 ) -> MemoryFacts:
-    """What this process, of the rank at `place`, sees. On an NPU it runs the largest step, which all ranks do at once."""
+    """What this process, of the rank at `place`, sees. On an NPU it runs the largest step, as all ranks do at once."""
     weights = model.weight_bytes
     leads = place is None or place.rank == 0
     machine, limit = psutil.virtual_memory(), cgroup_memory_limit()

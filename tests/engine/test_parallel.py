@@ -1,4 +1,4 @@
-"""Two and four ranks, as processes, generate what one generates: cold, from the cache, in chunks, preempted, sampled."""
+"""Two and four ranks, as processes, generate what one generates: cold, from the cache, chunked, preempted, sampled."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_npus_meet_as_the_default_group_of_the_backend_hccl(tmp_path: Path) -> N
         assert dist.get_backend() == "hccl"
         assert group.sum(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
         group.barrier()
-        with pytest.raises(ConfigError, match="uses torch.distributed already"):
+        with pytest.raises(ConfigError, match=r"uses torch\.distributed already"):
             HcclGroup(Place(rank=0, size=1), tmp_path / "other", torch.device("cpu"))
     finally:
         group.close()

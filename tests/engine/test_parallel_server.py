@@ -1,4 +1,4 @@
-"""A server whose engine is several ranks, whole: it serves, and one dead rank ends it with words that say what to do."""
+"""A server whose engine is several ranks: it serves, and one dead rank ends it with words that say what to do."""
 
 from __future__ import annotations
 

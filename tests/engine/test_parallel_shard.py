@@ -156,7 +156,11 @@ def test_a_rank_sees_a_model_of_its_own_size() -> None:
     [
         (QWEN2, 4, "--tensor-parallel-size is 4, but the model has 14 attention heads, which 4 does not divide"),
         (QWEN2, 7, "the model has 2 key/value heads: neither number divides the other. Use one of 1, 2"),
-        (replace(QWEN2, intermediate_size=4865), 2, "intermediate size of 4865, which 2 does not divide. Use one of 1."),
+        (
+            replace(QWEN2, intermediate_size=4865),
+            2,
+            "intermediate size of 4865, which 2 does not divide. Use one of 1.",
+        ),
         (replace(MOE, expert_size=25), 2, "experts have an intermediate size of 25"),
     ],
 )
@@ -184,7 +188,14 @@ def test_a_number_of_ranks_that_no_pod_has_is_refused(size: int) -> None:
 
 
 def facts(device: str, **changes: int) -> MemoryFacts:
-    sizes = {"total": 64 * GIB, "free": 63 * GIB, "weights": 8 * GIB, "process": GIB, "activations": GIB, "host_tier": 0}
+    sizes = {
+        "total": 64 * GIB,
+        "free": 63 * GIB,
+        "weights": 8 * GIB,
+        "process": GIB,
+        "activations": GIB,
+        "host_tier": 0,
+    }
     return MemoryFacts(device=device, limit=None, **(sizes | changes))  # type: ignore[arg-type]
 
 
@@ -216,10 +227,10 @@ def test_ranks_on_a_cpu_share_one_memory() -> None:
 def test_a_host_tier_counts_with_the_parts_of_all_ranks() -> None:
     wanted = facts("npu", host_tier=40 * GIB, host_memory=64 * GIB)
     assert blocks(wanted) == 22 * 64
-    with pytest.raises(InsufficientMemory, match="Rank 0 of 2: --prefix-cache-host-memory: .* ask for 80"):
+    with pytest.raises(InsufficientMemory, match=r"Rank 0 of 2: --prefix-cache-host-memory: .* ask for 80"):
         blocks(wanted, wanted)
 
 
 def test_the_rank_that_has_no_room_is_named() -> None:
-    with pytest.raises(InsufficientMemory, match="^Rank 1 of 2: Not one sequence of max_model_len 128 fits"):
+    with pytest.raises(InsufficientMemory, match=r"^Rank 1 of 2: Not one sequence of max_model_len 128 fits"):
         blocks(facts("npu"), facts("npu", weights=30 * GIB))

@@ -125,7 +125,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         "--device", choices=["auto", "cpu", "npu"], default="auto", help="(auto: an NPU where there is one)"
     )
     model.add_argument("--seed", type=int, default=0, help="of sampling where a request has none (0)")
-    model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="RANKS", help="NPUs that serve the model together (1)")
+    model.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="RANKS", help="NPUs that serve the model together (1)"
+    )
 
     cache = parser.add_argument_group("KV cache")
     cache.add_argument(

@@ -28,7 +28,10 @@ class Group(Protocol):
     def place(self) -> Place: ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, the same to the last bit on each of them. May write to `x`. Raises LostRank."""
+        """The sum of all ranks' tensors, the same to the last bit on each of them. May write to `x`.
+
+        Raises LostRank.
+        """
         ...
 
     def barrier(self) -> None:
@@ -83,8 +86,8 @@ class HcclGroup:
     def __init__(self, place: Place, meeting_point: Path, device: torch.device) -> None:
         if dist.is_initialized():
             raise ConfigError(
-                "--tensor-parallel-size is above 1, but this process uses torch.distributed already, for another engine "
-                "or for something else; run this engine in a process of its own."
+                "--tensor-parallel-size is above 1, but this process uses torch.distributed already, for another "
+                "engine or for something else; run this engine in a process of its own."
             )
         self._place, self._device = place, device
         store = dist.FileStore(str(meeting_point), place.size)

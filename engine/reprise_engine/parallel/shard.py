@@ -1,9 +1,9 @@
 """Which part of which weight a rank holds: arithmetic on names and sizes, pure.
 
-As in Megatron-LM (Shoeybi et al. 2019): queries, keys, values, gate and up are cut by their outputs, o_proj and down_proj
-by their inputs, so what a rank computes between the two needs nobody, and one sum over the ranks ends each half of a
-layer. Experts of a mixture are cut like an MLP, each by its intermediate size. Embedding, norms and router are whole on
-every rank. Where there are fewer key/value heads than ranks, several ranks hold the same one.
+As in Megatron-LM (Shoeybi et al. 2019): queries, keys, values, gate and up are cut by their outputs, o_proj and
+down_proj by their inputs, so what a rank computes between the two needs nobody, and one sum over the ranks ends each
+half of a layer. Experts of a mixture are cut like an MLP, each by its intermediate size. Embedding, norms and router are
+whole on every rank. Where there are fewer key/value heads than ranks, several ranks hold the same one.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
     if expert:
         expert //= size
         config.moe_intermediate_size = expert
-    return replace(
-        spec, num_heads=heads, num_kv_heads=kv, intermediate_size=inner, expert_size=expert, config=config
-    )
+    return replace(spec, num_heads=heads, num_kv_heads=kv, intermediate_size=inner, expert_size=expert, config=config)
 
 
 def cut_of(name: str, shape: Sequence[int], spec: ModelSpec, place: Place) -> Cut | None:
@@ -141,7 +139,7 @@ def is_zero(name: str, place: Place) -> bool:
 
 
 def _module_and_kind(name: str) -> tuple[str, str]:
-    """ "model.layers.0.self_attn.q_proj.bias" → ("q_proj", "bias"). Tensors of all experts are parameters themselves."""
+    """ "model.layers.0.self_attn.q_proj.bias" → ("q_proj", "bias"). A tensor of all experts is a parameter itself."""
     parts = name.split(".")
     if parts[-1] in ("gate_up_proj", "down_proj"):
         return parts[-1], "weight"

@@ -1,7 +1,7 @@
-"""The slots of host memory that several ranks share: in each the ranks' parts of one block, in their order, without gaps.
+"""The slots of host memory that several ranks share: in each the ranks' parts of one block, in order, without gaps.
 
-So a slot is one payload for the disk, and rank 0 alone has threads that read and write it. Q slots, N ranks, X bytes of a
-rank's part of a block.
+So a slot is one payload for the disk, and rank 0 alone has threads that read and write it. Q slots, N ranks, X bytes of
+a rank's part of a block.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What rank 0 and the others say to each other, pickled over one socket for each: plain frozen dataclasses, free of torch.
+"""What rank 0 and the others say to each other, pickled over a socket each: plain frozen dataclasses, free of torch.
 
-    rank 0                     the others
-    Join                    →
-                            ←  Loaded      weights are there
-    Meet                    →              all meet (group.py)
-                            ←  Sized       what the memory looks like
-    Allocate                →
-                            ←  Allocated
-    Step, Step, …           →              nothing comes back, but the sums of group.py
-    (the end of the socket) →              end
-                            ←  Failed      at any time
+rank 0                     the others
+Join                    →
+                        ←  Loaded      weights are there
+Meet                    →              all meet (group.py)
+                        ←  Sized       what the memory looks like
+Allocate                →
+                        ←  Allocated
+Step, Step, …           →              nothing comes back, but the sums of group.py
+(the end of the socket) →              end
+                        ←  Failed      at any time
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from reprise_engine.parallel.shard import Cut, Place, cut_of, is_zero
 
 
 class Piece:
-    """A part of a tensor that is read when transformers asks for it, by `piece[...]`, and let go when that has copied it
-    to where it belongs. `source` is a tensor or a slice of safetensors."""
+    """A part of a tensor that is read when transformers asks for it, by `piece[...]`, and let go when it is copied to
+    where it belongs. `source` is a tensor or a slice of safetensors."""
 
     def __init__(self, source: Any, cut: Cut | None, *, zero: bool) -> None:
         self._source, self._cut, self._zero = source, cut, zero

@@ -41,8 +41,8 @@ class CPUTransfer:
     """The pool is host memory as well: numpy copies, several times as fast to start as torch's for pieces so small."""
 
     def __init__(self, kv: Sequence[LayerKV], *, num_slots: int, slots_QX: np.ndarray | None = None) -> None:
-        """`slots_QX` is the slots' memory where it is given, dense along X. Otherwise it is made, and its pages are only
-        taken from the machine when they are first written."""
+        """`slots_QX` is the slots' memory where it is given, dense along X. Otherwise it is made, and its pages are
+        only taken from the machine when they are first written."""
         self._keys_BX = [_bytes_of_blocks(layer.key_BSKH) for layer in kv]
         self._values_BX = [_bytes_of_blocks(layer.value_BSKH) for layer in kv]
         shape = (num_slots, len(kv), 2, self._keys_BX[0].shape[1])
