@@ -2,7 +2,7 @@
 
 As in Megatron-LM (Shoeybi et al. 2019): queries, keys, values, gate and up are cut by their outputs, o_proj and
 down_proj by their inputs, so what a rank computes between the two needs nobody, and one sum over the ranks ends each
-half of a layer. Experts of a mixture are cut like an MLP, each by its intermediate size. Embedding, norms and router are
+half of a layer. Experts of a mixture are cut like an MLP, each by its intermediate size. Embedding, norms, router are
 whole on every rank. Where there are fewer key/value heads than ranks, several ranks hold the same one.
 """
 
