@@ -23,6 +23,7 @@ from reprise_engine.parallel.shard import Place
 from reprise_engine.parallel.talk import for_others
 from reprise_engine.request import RequestId
 from reprise_engine.step import BlockId, ScheduledRequest, Step
+from tests.support.process_ends import have_ended
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model_path
 
 PATIENCE = 20.0
@@ -74,64 +75,37 @@ def story(llm: LLM) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "dtype"),
-    [
-        ("qwen2", 2, torch.float32),
-        ("qwen3", 2, torch.bfloat16),
-        ("qwen3-moe", 2, torch.bfloat16),
-        ("llama", 2, torch.float32),
-        # More ranks than key/value heads.
-        ("qwen3", 4, torch.float32),
-        ("qwen3-moe", 4, torch.float32),
-    ],
-)
-def test_ranks_generate_what_one_process_generates(family: str, ranks: int, dtype: torch.dtype) -> None:
-    one = make(family, 1, dtype=dtype)
-    expected = story(one)
-    one.close()
-    assert expected["hit"][1] == 75
-    assert expected["preemptions"] > 0
+def alone(family: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The story of one process, with all the situations in it."""
+    llm = make(family, 1, dtype=dtype)
+    told_by_one = story(llm)
+    llm.close()
+    assert told_by_one["hit"][1] == len(SHARED)
+    assert told_by_one["preemptions"] > 0
+    return told_by_one
 
-    llm = make(family, ranks, dtype=dtype)
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", torch.float32), ("qwen3-moe", torch.bfloat16), ("llama", torch.float32)]
+)
+def test_two_ranks_generate_what_one_process_generates(family: str, dtype: torch.dtype) -> None:
+    expected = alone(family, dtype)
+    llm = make(family, 2, dtype=dtype)
     try:
         assert story(llm) == expected
     finally:
         llm.close()
 
 
-def test_blocks_of_all_ranks_go_to_host_memory_and_disk_and_come_back(tmp_path: Path) -> None:
-    tiers: dict[str, Any] = {"prefix_cache_host_memory": 2**20, "prefix_cache_dir": tmp_path / "cache"}
-    plain = make("qwen3", 1)
-    expected = told(plain.generate(PROMPTS, GREEDY))
-    plain.close()
-
-    llm = make("qwen3", 2, **tiers)
-    first = llm.generate(PROMPTS, GREEDY)
-    assert told(first) == expected
-    # The pool holds two prompts: the others come back from host memory.
-    assert told(llm.generate(PROMPTS, GREEDY)) == expected
-    host, _ = llm.stats.tiers
-    assert host.hit_tokens > 0
-    llm.close()
-
-    again = make("qwen3", 2, **tiers)
-    outputs = again.generate(PROMPTS, GREEDY)
-    assert told(outputs) == expected
-    assert min(output.num_cached_tokens for output in outputs) >= 48
-    again.close()
-
-    # Another number of ranks computes other roundings, and has other parts.
-    alone = make("qwen3", 1, **tiers)
-    assert alone.generate(PROMPTS[3:], GREEDY)[0].num_cached_tokens == 0
-    alone.close()
-
-
-def test_a_rank_that_is_killed_is_named_and_leaves_nobody_behind() -> None:
-    llm = make("qwen2", 4)
+def test_four_ranks_generate_the_same_and_the_one_that_is_killed_is_named() -> None:
+    """There are two key/value heads, so two ranks hold each."""
+    expected = alone("qwen3-moe")
+    llm = make("qwen3-moe", 4)
     ranks = llm._core._ranks
     assert isinstance(ranks, Ranks)
     processes = [psutil.Process(pid) for pid in ranks.pids.values()]
+    assert story(llm) == expected
+
     # In the middle of a step: the others wait for it in a sum, which fails for all of them when it is gone.
     psutil.Process(ranks.pids[2]).suspend()
     with ThreadPoolExecutor(1) as elsewhere:
@@ -146,8 +120,34 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nobody_behind() -> None:
     with pytest.raises(RankDied, match="Rank 2 of 4"):
         llm.generate(PROMPTS, GREEDY)
     llm.close()
-    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
-    assert not alive
+    assert have_ended(processes)
+
+
+def test_blocks_of_two_ranks_go_to_host_memory_and_disk_and_come_back(tmp_path: Path) -> None:
+    expected = alone("qwen3", torch.bfloat16)
+    tiers: dict[str, Any] = {"prefix_cache_host_memory": 2**20, "prefix_cache_dir": tmp_path / "cache"}
+    llm = make("qwen3", 2, dtype=torch.bfloat16, **tiers)
+    assert story(llm) == expected
+    # The pool holds 20 blocks: the five others' 35 push this prompt's out of it.
+    prompt, *others = (tokens(100, seed=seed) for seed in range(10, 16))
+    [cold] = told(llm.generate([prompt], GREEDY))
+    for other in others:
+        llm.generate([other], GREEDY)
+    before = llm.stats.tiers[0].hit_tokens
+    assert told(llm.generate([prompt], GREEDY)) == [cold]
+    assert llm.stats.tiers[0].hit_tokens - before >= 96
+    llm.close()
+
+    again = make("qwen3", 2, dtype=torch.bfloat16, **tiers)
+    [warm] = again.generate([prompt], GREEDY)
+    again.close()
+    assert told([warm]) == [cold]
+    assert warm.num_cached_tokens >= 96
+
+    # Another number of ranks rounds otherwise, and has other parts.
+    one = make("qwen3", 1, dtype=torch.bfloat16, **tiers)
+    assert one.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+    one.close()
 
 
 def test_a_size_that_does_not_divide_the_model_starts_no_process() -> None:
@@ -175,8 +175,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
         ranks = [psutil.Process(int(pid)) for pid in starter.stdout.readline().split()]
         assert len(ranks) == 2
         starter.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
-    assert not alive
+        assert have_ended(ranks)
 
 
 def test_what_goes_to_the_other_ranks_is_only_what_they_need() -> None:

@@ -12,9 +12,8 @@ from reprise_engine.errors import EngineDead
 from reprise_engine.messages import DEFAULT_BUILDER
 from reprise_engine.server.options import ServerOptions
 from tests.support.engine_server import RunningServer, running_server
+from tests.support.process_ends import PATIENCE, have_ended
 from tests.support.tiny_models import tiny_model_path
-
-PATIENCE = 20.0
 
 
 def options() -> ServerOptions:
@@ -67,5 +66,4 @@ def test_an_idle_server_finds_out_that_a_rank_is_gone() -> None:
         assert isinstance(result, EngineDead)
         assert f"The engine process died: Rank 1 of 2 (process {rank.pid}) was killed by SIGKILL" in str(result)
         assert "start it again" in str(result)
-        _, alive = psutil.wait_procs([engine, rank], timeout=PATIENCE)
-        assert not alive
+        assert have_ended([engine, rank])

@@ -73,6 +73,7 @@ def build_runner(join: Join, connection: Connection) -> tuple[ModelRunner, Group
         limit_cpu_threads(sharing=place.size)
         return_freed_memory()
         kernels = load_kernels()
+    promises = make_promises(device_type)  # before rank 0 keeps all others from making one
     with naming_phase(Phase.WEIGHTS):
         model = load_model(config.model, device=device, kernels=kernels, place=place)
     connection.send(Loaded())
@@ -104,9 +105,8 @@ def build_runner(join: Join, connection: Connection) -> tuple[ModelRunner, Group
                 join.slots, num_slots=allocate.num_slots, size=place.size, part_bytes=shape.bytes_per_block
             )
             transfer = create_transfer(kv, num_slots=allocate.num_slots, slots_QX=slots.part(place.rank))
-    promises = make_promises(device_type)
     if promises is not None:
-        # Rank 0 keeps all others from planning meanwhile. Kept for as long as this process lives.
+        # While rank 0 keeps all others from planning.
         promises.promise(facts.activations + facts.host_tier + allocate.num_blocks * shape.bytes_per_block)
     connection.send(Allocated())
     backend = create_attention_backend(device, kernels)
