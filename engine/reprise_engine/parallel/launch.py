@@ -173,7 +173,7 @@ class Ranks:
         self._on_death = on_death
 
     def when_closed(self, action: Callable[[], None]) -> None:
-        """Has `close` call it when the others have ended."""
+        """Has `close` call it when the others have ended as told: in a broken group HCCL may wait for ever."""
         self._afterwards.append(action)
 
     def close(self) -> None:
@@ -199,8 +199,9 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for action in self._afterwards:
-            action()
+        if self._error is None:
+            for action in self._afterwards:
+                action()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- the thread
