@@ -11,7 +11,7 @@ from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig
 from reprise_engine.errors import EngineDead
 from reprise_engine.messages import DEFAULT_BUILDER
 from reprise_engine.server.options import ServerOptions
-from tests.support.engine_server import RunningServer, running_server
+from tests.support.engine_server import RunningServer, running_server, wait_healthy
 from tests.support.process_ends import PATIENCE, have_ended
 from tests.support.tiny_models import tiny_model_path
 
@@ -51,7 +51,8 @@ def goes_red(server: RunningServer) -> bool:
 
 
 def test_an_idle_server_finds_out_that_a_rank_is_gone() -> None:
-    with running_server(options()) as server:
+    with running_server(options(), ready=False) as server:
+        wait_healthy(server, seconds=180)  # three processes start, on whatever else the machine does
         body = {"prompt": "The capital", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         answer = server.client.post("/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 8

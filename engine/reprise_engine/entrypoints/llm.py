@@ -106,7 +106,8 @@ class LLM:
         """Loads the model. Raises ConfigError, ModelError, InsufficientMemory or OutOfMemory.
 
         `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids
-        and completions have no text. `kv_events_config` is what the server takes as `--kv-events-config`.
+        and completions have no text. This process is the first of `tensor_parallel_size` ranks. `kv_events_config` is
+        what the server takes as `--kv-events-config`.
         """
         if not isinstance(kv_events_config, KVEventsConfig):
             kv_events_config = KVEventsConfig.of(kv_events_config or {})
