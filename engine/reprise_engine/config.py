@@ -20,6 +20,7 @@ DEFAULT_MEMORY_UTILIZATION = 0.90
 DEFAULT_PIN_BUDGET = 0.25
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_DISK_SIZE = 16 * 2**30
+MAX_TENSOR_PARALLEL_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,11 @@ class CacheConfig:
     """A folder of its own where blocks outlive the engine; None for none."""
     prefix_cache_disk_size: int | None = None
     """Bytes that the folder may hold, whoever else uses it; None takes DEFAULT_DISK_SIZE."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether blocks go anywhere below the pool."""
+        return self.prefix_cache_host_memory > 0 or self.prefix_cache_dir is not None
 
     @property
     def disk_size(self) -> int:
@@ -161,9 +167,22 @@ class EngineConfig:
     device: Device = "auto"
     enforce_eager: bool = False
     """No captured graphs on an NPU; a 310P and a CPU have none anyway."""
+    tensor_parallel_size: int = 1
+    """Ranks that compute together, one NPU each; on a CPU one process each."""
 
     def __post_init__(self) -> None:
         _check_choice("--device", self.device, get_args(Device))
+        size = self.tensor_parallel_size
+        if not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE:
+            raise ConfigError(
+                f"--tensor-parallel-size is {size}; it must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, "
+                "the NPUs of one pod."
+            )
+        if size > 1 and self.model.quantization is not None:
+            raise ConfigError(
+                f"--tensor-parallel-size is {size} and --quantization is {self.model.quantization}: quantised layers "
+                "are not divided among ranks. Serve them with --tensor-parallel-size 1, or the float model."
+            )
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 

@@ -20,6 +20,7 @@ import torch
 from reprise_engine import __version__
 from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
+from reprise_engine.attention.base import LayerKV
 from reprise_engine.attention.npu_chip import Chip, chip_of
 from reprise_engine.attention.npu_limits import check_npu_flags
 from reprise_engine.config import (
@@ -31,20 +32,29 @@ from reprise_engine.config import (
 )
 from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.device import limit_cpu_threads, npu_number, resolve_device
-from reprise_engine.errors import ModelError, RequestError
+from reprise_engine.errors import ModelError, RepriseError, RequestError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.loop import EngineCore, KVEventSink, Runner
-from reprise_engine.memory import BlockShape, MemoryFacts, plan_kv_blocks
+from reprise_engine.memory import BlockShape, MemoryFacts
 from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
 from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
-from reprise_engine.models.files import weight_file_bytes
+from reprise_engine.models.files import find_weights, weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
+from reprise_engine.models.spec import read_spec
 from reprise_engine.native import load_kernels
 from reprise_engine.npu_turns import npu_turn
 from reprise_engine.out_of_memory import Phase, naming_phase
+from reprise_engine.parallel.group import Group, open_group
+from reprise_engine.parallel.launch import Ranks
+from reprise_engine.parallel.layers import connect_ranks
+from reprise_engine.parallel.runner import LeadingRunner
+from reprise_engine.parallel.shard import Place, check_size
+from reprise_engine.parallel.sizing import plan_for_ranks
+from reprise_engine.parallel.slots import SharedSlots
+from reprise_engine.parallel.talk import Allocate, Allocated, Loaded, Meet, Sized, for_others
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.npu_graphs import NPUGraphCapturer, spare_blocks, wanted_sizes
@@ -66,20 +76,39 @@ def build_core(
     *,
     progress: Progress = lambda _progress: None,
     wrap_runner: Callable[[ModelRunner], Runner] = lambda runner: runner,
+    on_stuck: Callable[[RepriseError], None] = lambda _error: None,
 ) -> tuple[EngineCore, ResolvedConfig]:
     """Loads the model and allocates the KV pool. Raises ConfigError, DeviceError, ModelError, InsufficientMemory or
     OutOfMemory.
 
-    The core is to be closed. `wrap_runner` lets an evaluation see, or spoil, what the runner computes.
+    The core is to be closed. `wrap_runner` lets an evaluation see, or spoil, what the runner computes. `on_stuck` is
+    called by a thread where another rank has ended and this one waits for it all the same.
     """
-    kv_events = _open_kv_events(config.kv_events)  # first: an endpoint that is taken is told before a model is loaded
-    try:
-        with ExitStack() as turn:
-            return _build(config, kv_events, progress, wrap_runner, turn)
-    except BaseException:
+    with ExitStack() as turn, ExitStack() as undo:
+        # First: an endpoint that is taken is told before a model is loaded.
+        kv_events = _open_kv_events(config.kv_events)
         if kv_events is not None:
-            kv_events.close()
-        raise
+            undo.callback(kv_events.close)
+        size = config.tensor_parallel_size
+        if size > 1:
+            check_size(read_spec(find_weights(config.model.model, revision=config.model.revision)), size)
+        device = resolve_device(config.device, size=size)
+        if device.type == "npu":
+            # Of all ranks, in one order for all engines, and before a rank looks at the memory of its NPU.
+            for number in sorted(npu_number(torch.device("npu", rank)) for rank in range(size)):
+                turn.enter_context(npu_turn(number))
+        ranks = None
+        if size > 1:
+            ranks = Ranks(config, on_stuck=on_stuck)
+            undo.callback(ranks.close)
+        built = _build(config, device, kv_events, ranks, progress, wrap_runner)
+        undo.pop_all()
+    return built
+
+
+def build_process_core(config: EngineConfig, *, progress: Progress) -> tuple[EngineCore, ResolvedConfig]:
+    """`build_core` in a process of its own, which it may end."""
+    return build_core(config, progress=progress, on_stuck=lambda _error: os._exit(1))
 
 
 def _open_kv_events(config: KVEventsConfig) -> KVEventSink | None:
@@ -101,39 +130,40 @@ def _open_kv_events(config: KVEventsConfig) -> KVEventSink | None:
 
 def _build(
     config: EngineConfig,
+    device: torch.device,
     kv_events: KVEventSink | None,
+    ranks: Ranks | None,
     progress: Progress,
     wrap_runner: Callable[[ModelRunner], Runner],
-    turn: ExitStack,
 ) -> tuple[EngineCore, ResolvedConfig]:
-    """`turn` is left when memory has been taken."""
-    device = resolve_device(config.device)
+    size = config.tensor_parallel_size
+    place = None if ranks is None else ranks.place
     device_type: Literal["cpu", "npu"] = "npu" if device.type == "npu" else "cpu"
-    block_size = _choose_block_size(config.cache, device_type)
+    block_size = choose_block_size(config.cache, device_type)
     if device_type == "npu":
         check_npu_flags(chip_of(device), block_size=block_size, max_num_seqs=config.scheduler.max_num_seqs)
-        turn.enter_context(npu_turn(npu_number(device)))
     npu_memory = NPUMemory.probe(device) if device_type == "npu" else None
     if device_type == "cpu":
-        logger.info("%d threads", limit_cpu_threads())
+        logger.info("%d threads", limit_cpu_threads(sharing=size))
         if not return_freed_memory():
             logger.info("the C library's allocator keeps its own thresholds: a step may take more memory than computed")
 
     check_folder(config.cache)
-    # Only a machine's memory is shared out among engines; a cgroup's limit, or an NPU, is this engine's own.
-    promises = MemoryPromises() if device_type == "cpu" and cgroup_memory_limit() is None else None
+    promises = make_promises(device_type)
     if promises is not None:
         with promises.sharing_out():
             promises.promise(weight_file_bytes(config.model.model, revision=config.model.revision))
     kernels = load_kernels() if device_type == "cpu" else None
     with naming_phase(Phase.WEIGHTS):
-        model = load_model(config.model, device=device, kernels=kernels, progress=progress)
+        model = load_model(config.model, device=device, kernels=kernels, place=place, progress=progress)
+    group = None if ranks is None else _meet(ranks, model)
     max_model_len = model.spec.choose_max_model_len(config.model.max_model_len)
 
     progress(LoadProgress("Sizing the KV cache"))
-    shape = _block_shape(model, block_size)
+    shared: SharedSlots | None = None
+    shape = block_shape(model, block_size)
     with naming_phase(Phase.PROFILING), nullcontext(0) if promises is None else promises.sharing_out() as promised:
-        facts, graph_sizes = _gather_facts(
+        facts, graph_sizes = gather_facts(
             model,
             config,
             npu_memory,
@@ -141,9 +171,10 @@ def _build(
             promised=promised,
             shape=shape,
             max_model_len=max_model_len,
+            place=place,
         )
-        plan = plan_kv_blocks(
-            facts,
+        plan = plan_for_ranks(
+            [facts] if ranks is None else [facts, *(said.facts for said in ranks.hear(Sized))],
             shape,
             config.cache,
             max_model_len=max_model_len,
@@ -152,23 +183,27 @@ def _build(
         )
         if promises is not None:
             promises.promise(facts.activations + facts.host_tier + plan.num_blocks * shape.bytes_per_block)
+        if ranks is not None:
+            shared = ranks.share_slots(_num_slots(config, shape), part_bytes=shape.bytes_per_block)
+            # Their promises are theirs, and nobody else may plan before they are made.
+            ranks.tell(Allocate(num_blocks=plan.num_blocks, num_slots=_num_slots(config, shape)))
+            ranks.hear(Allocated)
     logger.info("%s", plan.explanation)
 
     progress(LoadProgress("Allocating the KV cache"))
     with naming_phase(Phase.KV_CACHE):
-        kv = allocate_kv_cache(
-            num_layers=model.spec.num_layers,
-            num_blocks=plan.num_blocks + facts.spare_blocks,
-            block_size=block_size,
-            num_kv_heads=model.spec.num_kv_heads,
-            head_dim=model.spec.head_dim,
-            dtype=model.kv_dtype,
-            device=device,
-        )
+        kv = make_kv_cache(model, num_blocks=plan.num_blocks + facts.spare_blocks, block_size=block_size)
     if config.cache.prefix_cache_dir is not None:
         progress(LoadProgress("Opening the prefix cache's folder"))
     tiers = build_tiers(
-        config.cache, model, kv, block_size=block_size, bytes_per_block=shape.bytes_per_block, kernels=kernels
+        config.cache,
+        model,
+        kv,
+        block_size=block_size,
+        bytes_per_block=size * shape.bytes_per_block,
+        kernels=kernels,
+        shared=shared,
+        num_ranks=size,
     )
     grammars = Grammars(
         partial(_grammar_tokenizer, config, model),
@@ -224,7 +259,14 @@ def _build(
         eos_token_ids=model.eos_token_ids,
         version=__version__,
     )
-    core = EngineCore(scheduler, wrap_runner(runner), kv_events=kv_events, grammars=grammars)
+    inner = wrap_runner(runner)
+    core = EngineCore(
+        scheduler,
+        inner if ranks is None or group is None else LeadingRunner(inner, ranks, group),
+        kv_events=kv_events,
+        grammars=grammars,
+        ranks=ranks,
+    )
     if promises is not None:
         weakref.finalize(core, promises.close)
     return core, resolved
@@ -239,13 +281,47 @@ def _grammar_tokenizer(config: EngineConfig, model: LoadedModel) -> llguidance.L
     return grammar_tokenizer(tokenizer, vocab_size=model.spec.vocab_size, eos_token_ids=model.eos_token_ids)
 
 
-def _choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
+def make_promises(device: Literal["cpu", "npu"]) -> MemoryPromises | None:
+    """Only a machine's memory is shared out among engines; a cgroup's limit, or an NPU, is this engine's own."""
+    return MemoryPromises() if device == "cpu" and cgroup_memory_limit() is None else None
+
+
+def _meet(ranks: Ranks, model: LoadedModel) -> Group:
+    """With the others, when all have loaded. Raises RankDied, or what one of them failed with."""
+    ranks.hear(Loaded)
+    ranks.tell(Meet())
+    group = open_group(ranks.place, ranks.meeting_point, model.device)
+    ranks.when_closed(group.close)
+    connect_ranks(model.module, group)
+    return group
+
+
+def _num_slots(config: EngineConfig, shape: BlockShape) -> int:
+    """Of host memory, each with a block's parts on all ranks. `shape` is that of one part."""
+    return num_host_slots(config.cache, bytes_per_block=config.tensor_parallel_size * shape.bytes_per_block)
+
+
+def make_kv_cache(model: LoadedModel, *, num_blocks: int, block_size: int) -> tuple[LayerKV, ...]:
+    """The pool, on the model's device."""
+    return allocate_kv_cache(
+        num_layers=model.spec.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=model.kv_dtype,
+        device=model.device,
+    )
+
+
+def choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
+    """Tokens a block. Raises ConfigError."""
     if device == "cpu":
         return cache.block_size or DEFAULT_BLOCK_SIZE
     return cache.block_size or NPU_BLOCK_SIZE
 
 
-def _gather_facts(
+def gather_facts(
     model: LoadedModel,
     config: EngineConfig,
     npu_memory: NPUMemory | None,
@@ -254,11 +330,16 @@ def _gather_facts(
     promised: int,
     shape: BlockShape,
     max_model_len: int,
+    place: Place | None,
 ) -> tuple[MemoryFacts, tuple[int, ...]]:
-    """What the plan is computed from, and the sizes of decode steps to capture: () on a CPU, and where none can be."""
+    """What the plan is computed from, as this process, of the rank at `place`, sees it.
+
+    And the sizes of decode steps to capture: () on a CPU, and where none can be. On an NPU it runs the largest step, as
+    all ranks do at once."""
     weights = model.weight_bytes
+    leads = place is None or place.rank == 0
     machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
-    host_tier = num_host_slots(config.cache, bytes_per_block=shape.bytes_per_block) * shape.bytes_per_block
+    host_tier = _num_slots(config, shape) * shape.bytes_per_block
     host_memory = machine.total if limit is None else limit
     if npu_memory is not None:
         peak = profile_npu(
@@ -268,11 +349,13 @@ def _gather_facts(
             block_size=shape.block_size,
             max_model_len=max_model_len,
             graph_sizes=wanted_sizes(
-                enforce_eager=config.enforce_eager,
+                # Ranks meet in each layer, and what they say there is not captured.
+                enforce_eager=config.enforce_eager or place is not None,
                 can_capture=chip_of(model.device) is not Chip.P310,
                 environment=os.environ,
                 max_num_seqs=config.scheduler.max_num_seqs,
             ),
+            of_rank=(lambda step: step) if leads else for_others,
         )
         num_spare = spare_blocks(peak.graph_sizes, block_size=shape.block_size)
         facts = MemoryFacts(
@@ -295,7 +378,8 @@ def _gather_facts(
         limit=limit,
         free=machine.available,
         weights=weights,
-        process=engine_process_bytes(weights=weights) + model.spec.vocab_size * _GRAMMAR_BYTES_PER_TOKEN,
+        process=engine_process_bytes(weights=weights, api_process=leads)
+        + (model.spec.vocab_size * _GRAMMAR_BYTES_PER_TOKEN if leads else 0),
         activations=estimate_cpu_activations(
             model.spec,
             LargestStep.of(config.scheduler, max_model_len=max_model_len),
@@ -303,6 +387,7 @@ def _gather_facts(
             kv_element_bytes=model.kv_dtype.itemsize,
             quantized=model.quantization is not None,
             threads=torch.get_num_threads(),
+            place=place,
         ),
         host_tier=host_tier,
         host_memory=host_memory,
@@ -311,7 +396,8 @@ def _gather_facts(
     return facts, ()
 
 
-def _block_shape(model: LoadedModel, block_size: int) -> BlockShape:
+def block_shape(model: LoadedModel, block_size: int) -> BlockShape:
+    """What a block costs this rank."""
     spec = model.spec
     return BlockShape(
         block_size=block_size,

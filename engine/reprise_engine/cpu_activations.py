@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from reprise_engine.attention.shared_prefixes import MOST_NEW_TOKENS
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.models.spec import ModelSpec
+from reprise_engine.parallel.shard import Place
 
 _FLOAT = 4
 _MIB = 1024**2
@@ -56,15 +57,25 @@ class LargestStep:
 
 
 def estimate_cpu_activations(
-    spec: ModelSpec, step: LargestStep, *, native: bool, kv_element_bytes: int, threads: int, quantized: bool = False
+    spec: ModelSpec,
+    step: LargestStep,
+    *,
+    native: bool,
+    kv_element_bytes: int,
+    threads: int,
+    quantized: bool = False,
+    place: Place | None = None,
 ) -> int:
     """Bytes at the peak of the largest step, on the kernels (`native`) or on plain torch; `quantized` where layers are
-    of models/w8a8.py, which run in plain torch, but for their attention."""
+    of models/w8a8.py, which run in plain torch, but for their attention. With a `place` of one rank, whose part of the
+    model is `spec`; the first alone has logits."""
     hidden = _FLOAT * step.tokens * spec.hidden_size
-    head = hidden + max(_head(spec, step), _scoring(spec, step, threads=threads))
     told = step.tokens * _BYTES_PER_SCORED_TOKEN
-    # The definition of OPT runs in plain torch, but for its linear layers and its attention.
-    if native and not quantized and spec.architecture != "OPTForCausalLM":
+    head = hidden + max(_head(spec, step), _scoring(spec, step, threads=threads))
+    if place is not None and place.rank > 0:
+        head = told = 0
+    # The definition of OPT runs in plain torch, but for its linear layers and its attention; so do those of a rank.
+    if native and not quantized and place is None and spec.architecture != "OPTForCausalLM":
         scratch = _native_scratch(spec, step)
         # The embedding's output, the residual stream, and what the final norm makes of it.
         layers = 3 * hidden + 2 * _FLOAT * step.tokens * spec.head_dim + _native_mlp(spec, step)
@@ -75,7 +86,10 @@ def estimate_cpu_activations(
     # Gate, up and what they make; an expert's gate and up are the halves of one tensor, of which copies are made.
     inner = max(3 * spec.intermediate_size, 4 * spec.expert_size * spec.experts_per_token)
     mlp = _FLOAT * step.tokens * inner
-    return max(4 * hidden + max(attention, mlp), head) + threads * _PLAIN_BYTES_PER_THREAD + told
+    # What all ranks' parts of a sum take, beside the one that was computed.
+    parts = 0 if place is None else place.size * hidden
+    layers = 4 * hidden + max(attention, mlp, parts)
+    return max(layers, head) + threads * _PLAIN_BYTES_PER_THREAD + told
 
 
 def _native_scratch(spec: ModelSpec, step: LargestStep) -> int:

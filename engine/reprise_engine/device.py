@@ -25,18 +25,19 @@ from reprise_engine.npu_troubles import told
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(requested: Device) -> torch.device:
-    """ "auto" is the NPU when torch_npu is installed and sees one, else the CPU.
+def resolve_device(requested: Device, *, rank: int = 0, size: int = 1) -> torch.device:
+    """ "auto" is the NPU when torch_npu is installed and sees one, else the CPU. Of `size` ranks each has an NPU of its
+    own, of the visible ones in their order.
 
-    Raises ConfigError for an explicit NPU that is not there and for an ASCEND_RT_VISIBLE_DEVICES that means nothing;
-    DeviceError for an NPU that cannot be opened.
+    Raises ConfigError for an explicit NPU that is not there, too few of them, and for an ASCEND_RT_VISIBLE_DEVICES that
+    means nothing; DeviceError for an NPU that cannot be opened.
     """
     if requested == "cpu":
         return torch.device("cpu")
     reason = _import_torch_npu()
     if reason is None:
-        # The scheduler and the runner of one engine process use one NPU: the first that is visible.
-        device = torch.device("npu", 0)
+        _check_enough(size)
+        device = torch.device("npu", rank)
         _open_npu(device)
         return device
     if requested == "npu":
@@ -90,6 +91,17 @@ def _import_torch_npu() -> str | None:
     return None
 
 
+def _check_enough(size: int) -> None:
+    """Raises ConfigError where there are fewer NPUs than ranks."""
+    if size > 1:
+        visible = torch.npu.device_count()  # type: ignore[attr-defined]  # of torch_npu
+        if visible < size:
+            raise ConfigError(
+                f"--tensor-parallel-size is {size}, but {visible} NPUs are visible. Lower it to {visible}, or give the "
+                "engine more (ASCEND_RT_VISIBLE_DEVICES, or the pod's resource)."
+            )
+
+
 def _open_npu(device: torch.device) -> None:
     """Makes it this process's device, which opens it. Raises DeviceError."""
     try:
@@ -98,14 +110,16 @@ def _open_npu(device: torch.device) -> None:
         raise DeviceError(f"NPU {npu_number(device)} cannot be used. {told(error)}") from error
 
 
-def limit_cpu_threads() -> int:
+def limit_cpu_threads(*, sharing: int = 1) -> int:
     """Keeps torch from using more threads than the process may run on (affinity, cgroup CPU quota), which would make
-    them wait for each other. OMP_NUM_THREADS, when set, is left alone. Returns the number of threads in use."""
+    them wait for each other; `sharing` processes of the engine share them. OMP_NUM_THREADS, when set, is left alone.
+    Returns the number of threads in use."""
     if "OMP_NUM_THREADS" not in os.environ:
         allowed = len(os.sched_getaffinity(0))
         quota = cgroup_cpu_quota()
         if quota is not None:
             allowed = min(allowed, max(1, math.ceil(quota)))
+        allowed = max(1, allowed // sharing)
         if allowed < torch.get_num_threads():
             torch.set_num_threads(allowed)
     return torch.get_num_threads()

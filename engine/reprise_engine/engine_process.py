@@ -17,17 +17,22 @@ _SHORT_SPIN = ("GOMP_SPINCOUNT", "500")
 neighbour wants a processor, decoding falls to a fraction (docs/cpu-performance.md). This is some microseconds."""
 
 
+def process_environment() -> dict[str, str]:
+    """For a process that computes, on top of what this one has."""
+    environment = dict(os.environ)
+    if not sys.stderr.isatty():
+        environment.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars make a mess of a log
+    environment.update(npu_settings(environment))
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault(*_SHORT_SPIN)
+    return environment
+
+
 class EngineProcess:
     """A process that has been told what to load. It ends by itself when this one does."""
 
     def __init__(self, start: Start) -> None:
         """Raises OSError where no process can be started."""
-        environment = dict(os.environ)
-        if not sys.stderr.isatty():
-            environment.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars make a mess of a log
-        environment.update(npu_settings(environment))
-        if "OMP_WAIT_POLICY" not in environment:
-            environment.setdefault(*_SHORT_SPIN)
         ours, theirs = socket.socketpair()
         lifeline_read, lifeline = os.pipe()
         self._lifeline: int | None = lifeline
@@ -36,7 +41,7 @@ class EngineProcess:
                 [sys.executable, "-m", "reprise_engine.process", str(theirs.fileno()), str(lifeline_read)],
                 pass_fds=(theirs.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env=process_environment(),
             )
         finally:
             theirs.close()

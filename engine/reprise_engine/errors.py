@@ -18,7 +18,8 @@
     │   └── ContextLengthExceeded
     ├── SlowReader             a client leaves too many outputs unread: its request is aborted
     └── EngineDead             the engine process is gone: its requests get HTTP 500, /health fails
-        └── EngineStopped      it was told to end, or does not serve yet: HTTP 503
+        ├── EngineStopped      it was told to end, or does not serve yet: HTTP 503
+        └── RankDied           one of the ranks that compute together is gone, and so they all are
 
 A message names the field, its value, the limit and what to do.
 """
@@ -115,3 +116,7 @@ class EngineDead(RepriseError):
 
 class EngineStopped(EngineDead):
     """The engine process does not serve: it loads, or was told to end."""
+
+
+class RankDied(EngineDead):
+    """A rank of --tensor-parallel-size has ended, or failed: the others cannot go on without it."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from reprise_engine.cache_report import PrefixCacheReport
-from reprise_engine.errors import RequestError
+from reprise_engine.errors import RepriseError, RequestError
 from reprise_engine.grammar_queue import GrammarCompiler, GrammarQueue
 from reprise_engine.kv.events import KVEvent
 from reprise_engine.messages import SchedulerStats
@@ -55,6 +55,16 @@ class KVEventSink(Protocol):
     def close(self) -> None: ...
 
 
+class OtherRanks(Protocol):
+    """The processes that compute beside this one."""
+
+    def watch(self, on_death: Callable[[RepriseError], None]) -> None:
+        """Has a thread call `on_death` when one of them has ended and nobody found that out by a step's failure."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """A scheduler and a runner, driven step by step by whoever owns it (the engine process, or `LLM` in its own)."""
 
@@ -66,11 +76,13 @@ class EngineCore:
         *,
         kv_events: KVEventSink | None = None,
         grammars: GrammarCompiler | None = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._kv_events = kv_events
+        self._ranks = ranks
         self._grammars = GrammarQueue(grammars)
 
     def submit(self, requests: Iterable[EngineRequest]) -> tuple[RequestOutput, ...]:
@@ -159,11 +171,18 @@ class EngineCore:
         return replace(stats, num_kv_events_published=sink.published, num_kv_events_dropped=sink.dropped)
 
     def close(self) -> None:
-        """Publishes the last events, ends all threads. To be called once, at the end; see flush()."""
+        """Publishes the last events, ends all threads and other ranks. To be called once, at the end; see flush()."""
+        if self._ranks is not None:
+            self._ranks.close()
         self._grammars.close()
         self._scheduler.close(_CLOSE_PATIENCE)
         if self._kv_events is not None:
             self._kv_events.close()
+
+    def watch_ranks(self, on_death: Callable[[RepriseError], None]) -> None:
+        """See OtherRanks; without any, nothing."""
+        if self._ranks is not None:
+            self._ranks.watch(on_death)
 
     def reset_prefix_cache(self, *, include_pins: bool = False) -> tuple[bool, int]:
         """Returns (success, freed blocks); see `Scheduler.reset_prefix_cache`."""

@@ -59,7 +59,7 @@ def _limits_up_to(hierarchy: Path, path: str, file_name: str) -> list[int]:
     return limits
 
 
-def engine_process_bytes(*, weights: int) -> int:
-    """Memory of this process beside the weights, and of the API process in front of it, in bytes."""
+def engine_process_bytes(*, weights: int, api_process: bool = True) -> int:
+    """Memory of this process beside the weights, and of the API process where it is in front of it, in bytes."""
     resident = psutil.Process().memory_info().rss
-    return max(resident - weights, _LEAST_ENGINE_PROCESS) + _API_PROCESS
+    return max(resident - weights, _LEAST_ENGINE_PROCESS) + (_API_PROCESS if api_process else 0)

@@ -9,7 +9,7 @@ from reprise_engine.config import EngineConfig, ResolvedConfig
 from reprise_engine.errors import DeviceError, OutOfMemory
 from reprise_engine.request import EngineRequest, RequestId, RequestOutput
 
-DEFAULT_BUILDER = "reprise_engine.core:build_core"
+DEFAULT_BUILDER = "reprise_engine.core:build_process_core"
 
 # --- API process → engine process
 

@@ -15,11 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 
 from reprise_engine.config import ResolvedConfig
-from reprise_engine.errors import RepriseError
+from reprise_engine.errors import OutOfMemory, RankDied, RepriseError
 from reprise_engine.loop import EngineCore
 from reprise_engine.messages import (
     Abort,
@@ -51,6 +53,18 @@ logger = logging.getLogger(__name__)
 
 Builder = Callable[..., tuple[EngineCore, ResolvedConfig]]
 """`builder(config, progress=callback)`: loads the model."""
+
+
+class EngineConnection(Connection):
+    """To the API process. Another thread may have last words (`_end_with_rank`): messages are sent one at a time."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self._sending = threading.Lock()
+
+    def send(self, message: FromEngine) -> None:
+        with self._sending:
+            super().send(message)
 
 
 class EngineLoop:
@@ -160,6 +174,7 @@ def serve(connection: Connection) -> int:
         send(StartupFailed(known or RepriseError(f"{type(error).__name__}: {error}")))
         return 1
     send(Ready(resolved))
+    core.watch_ranks(partial(_end_with_rank, send))
     try:
         EngineLoop(core, connection).run()
         core.flush()
@@ -167,12 +182,26 @@ def serve(connection: Connection) -> int:
         return 0  # the API process is gone; nobody is left to tell
     except Exception as error:
         logger.exception("the engine process cannot go on")
-        cause = as_out_of_memory(error, Phase.RUNNING) or as_device_error(error)
-        send(Died(message=f"{type(error).__name__}: {error}", details=traceback.format_exc(), cause=cause))
+        send(_last_words(error))
         return 1
     finally:
         core.close()
     return 0
+
+
+def _last_words(error: Exception) -> Died:
+    cause = (
+        error if isinstance(error, OutOfMemory) else as_out_of_memory(error, Phase.RUNNING) or as_device_error(error)
+    )
+    message = str(error) if isinstance(error, RankDied) else f"{type(error).__name__}: {error}"
+    return Died(message=message, details="".join(traceback.format_exception(error)), cause=cause)
+
+
+def _end_with_rank(send: Callable[[FromEngine], None], error: RepriseError) -> None:
+    """Ends this process from a thread: the main one waits for requests, or for a device that waits for the rank."""
+    with suppress(OSError):
+        send(_last_words(error))
+    os._exit(1)
 
 
 def _configure_logging(level: int) -> None:
@@ -194,7 +223,7 @@ def main() -> int:
     os.set_inheritable(socket, False)
     os.set_inheritable(lifeline, False)
     threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
-    with Connection(socket) as connection:
+    with EngineConnection(socket) as connection:
         try:
             return serve(connection)
         except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -14,6 +14,7 @@ from reprise_engine.kv.tiering import Tiering
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.native import Kernels
 from reprise_engine.native.build import library_path
+from reprise_engine.parallel.slots import SharedSlots
 from reprise_engine.runner.transfer import KVTransfer, create_transfer
 from reprise_engine.tiers.disk import DiskStore
 from reprise_engine.tiers.fingerprint import content_files, fingerprint_files
@@ -67,8 +68,13 @@ def build_tiers(
     block_size: int,
     bytes_per_block: int,
     kernels: Kernels | None,
+    shared: SharedSlots | None = None,
+    num_ranks: int = 1,
 ) -> Tiers | None:
-    """None where no tier is asked for. Raises ConfigError for a folder or a size that cannot be used."""
+    """None where no tier is asked for. Raises ConfigError for a folder or a size that cannot be used.
+
+    `shared` are the slots of `num_ranks` ranks, `bytes_per_block` then what a block takes on all of them.
+    """
     num_slots = num_host_slots(cache, bytes_per_block=bytes_per_block)
     if not num_slots:
         return None
@@ -77,17 +83,19 @@ def build_tiers(
         store = DiskStore(
             cache.prefix_cache_dir,
             capacity_bytes=cache.disk_size,
-            identity=_identity(cache, model, layout=kv[0].layout, block_size=block_size, kernels=kernels),
+            identity=_identity(
+                cache, model, layout=kv[0].layout, block_size=block_size, kernels=kernels, num_ranks=num_ranks
+            ),
             payload_bytes=bytes_per_block,
         )
         logger.info("%s holds %d blocks of the prefix cache", cache.prefix_cache_dir, store.stats().records)
-    transfer = create_transfer(kv, num_slots=num_slots)
+    transfer = create_transfer(kv, num_slots=num_slots, slots_QX=None if shared is None else shared.part(0))
     if store is not None and (records := store.stats().records):
         staging = max(1, STAGING_BYTES // bytes_per_block)
         transfer.expect(num_blocks=min(records, kv[0].num_blocks), num_slots=min(staging, num_slots))
     tiering = Tiering(
         HostSlots(num_slots),
-        None if store is None else DiskWorker(store, transfer.view),
+        None if store is None else DiskWorker(store, transfer.view if shared is None else shared.view),
         keeps_evicted=cache.prefix_cache_host_memory > 0,
         block_size=block_size,
         bytes_per_block=bytes_per_block,
@@ -97,7 +105,13 @@ def build_tiers(
 
 
 def _identity(
-    cache: CacheConfig, model: LoadedModel, *, layout: KVLayout, block_size: int, kernels: Kernels | None
+    cache: CacheConfig,
+    model: LoadedModel,
+    *,
+    layout: KVLayout,
+    block_size: int,
+    kernels: Kernels | None,
+    num_ranks: int,
 ) -> CacheIdentity:
     files, spec = model.files, model.spec
     if model.device.type == "cpu":
@@ -107,6 +121,9 @@ def _identity(
         arithmetic = f"npu-{chip_of(model.device).name}"
     if model.quantization is not None:
         arithmetic += "-w8a8"
+    if num_ranks > 1:
+        # Sums over the ranks round otherwise than one rank's; and a payload has the parts of all, rank after rank.
+        arithmetic += f"-tp{num_ranks}"
     return CacheIdentity(
         weights=fingerprint_files(
             content_files(files.folder, weights=files.weights, gguf_file=files.gguf_file),

@@ -104,13 +104,6 @@ def _check_count(service: InferenceService, profile: Profile) -> None:
             f"spec.accelerator.count is {count}; a card of profile {service.spec.accelerator.profile} is "
             f"{profile.minimum} devices, which are handed out together: set a multiple of {profile.minimum}."
         )
-    if service.spec.runtime.name is Runtime.REPRISE and count > profile.minimum:
-        raise SpecError(
-            "NotSupported",
-            f"This release does not honour spec.accelerator.count {count} with the reprise runtime, which "
-            f"uses one device a pod. Set it to {profile.minimum} and raise spec.replicas, or use the vllm-ascend "
-            "runtime.",
-        )
 
 
 def _check_dtype(service: InferenceService, profile: Profile) -> None:

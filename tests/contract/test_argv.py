@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise_engine.config import HashAlgorithm
+from reprise_engine.config import MAX_TENSOR_PARALLEL_SIZE, HashAlgorithm
 from reprise_engine.entrypoints.arguments import (
     ISOLATION_VARIABLE,
     ArgumentParser,
@@ -158,9 +158,31 @@ def test_every_profile_makes_an_argv_that_the_engine_takes(profile: str) -> None
     assert options.engine.model.dtype == (PROFILES[profile].dtype or "auto")
 
 
-def test_the_engine_may_be_told_to_leave_the_npu_alone() -> None:
-    made = {"accelerator": {"profile": "ascend910"}, "runtime": {"extraArgs": ["--device=cpu"]}}
+@pytest.mark.parametrize(
+    ("accelerator", "ranks"),
+    [
+        ({"profile": "cpu"}, 1),
+        ({"profile": "ascend910"}, 1),
+        ({"profile": "ascend910", "count": 4}, 4),
+        ({"profile": "ascend910b", "count": 16}, MAX_TENSOR_PARALLEL_SIZE),
+        # A card is two devices, and all that a pod holds compute.
+        ({"profile": "ascend910c"}, 2),
+        ({"profile": "cce-ascend910c", "count": 8}, 8),
+        ({"profile": "ascend910c", "resourceName": "huawei.com/Ascend910-16c"}, 1),
+        ({"profile": "hami-ascend910b3", "count": 2}, 2),
+    ],
+)
+def test_the_devices_of_a_pod_compute_together(accelerator: Spec, ranks: int) -> None:
+    made = {"accelerator": accelerator}
+    assert understood(made).engine.tensor_parallel_size == ranks
+    assert ("--tensor-parallel-size" in container(made)["args"]) is (ranks > 1)
+
+
+@pytest.mark.parametrize("flag", [["--device=cpu"], ["--device", "cpu"]])
+def test_the_engine_may_be_told_to_leave_the_npu_alone(flag: list[str]) -> None:
+    made = {"accelerator": {"profile": "ascend910c"}, "runtime": {"extraArgs": flag}}
     assert understood(made).engine.device == "cpu"
+    assert understood(made).engine.tensor_parallel_size == 1
     assert "npu" not in container(made)["args"]
 
 

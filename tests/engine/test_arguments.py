@@ -118,7 +118,7 @@ def test_without_chunked_prefill_a_whole_prompt_fits_into_one_step() -> None:
         (["m", "--gpu-memory-utilization", "nan"], "--gpu-memory-utilization is nan"),
         (["m", "--block-size", "0"], "--block-size is 0"),
         (["m", "--max-num-seqs", "0"], "--max-num-seqs is 0"),
-        (["m", "--tensor-parallel-size", "2"], "--tensor-parallel-size is 2; only 1"),
+        (["m", "--tensor-parallel-size", "0"], "--tensor-parallel-size is 0; it must be from 1 to 16"),
         (["m", "--no-enable-prompt-tokens-details"], "cached tokens are always told"),
         (["m", "--kv-events-config", '{"publisher": "nats"}'], """publisher is 'nats'; it must be "null" or "zmq"."""),
         (["m", "--kv-events-config", '{"endpoints": "x"}'], "--kv-events-config has the unknown key 'endpoints'"),

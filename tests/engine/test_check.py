@@ -44,6 +44,17 @@ def test_a_sound_model_passes_though_its_npu_is_absent(
     assert words.read_text() == ""
 
 
+def test_a_number_of_ranks_that_does_not_divide_the_model_is_told(
+    model: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(model), "--tensor-parallel-size", "4"]) == 0
+    assert words.read_text() == ""
+    assert main(["check", str(model), "--tensor-parallel-size", "3"]) == 2
+    told = "ConfigError: --tensor-parallel-size is 3, but the model has 4 attention heads, which 3 does not divide."
+    assert words.read_text().startswith(told)
+    assert "Use one of 1, 2, 4." in capsys.readouterr().err
+
+
 def spoil_architecture(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlavaForConditionalGeneration"]}))

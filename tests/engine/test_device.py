@@ -6,8 +6,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -156,3 +157,20 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str]
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     assert cgroup_cpu_quota(tmp_path) == expected
+
+
+def test_each_rank_has_an_npu_of_its_own_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu = ModuleType("torch_npu")
+    torch_npu.__spec__ = ModuleSpec("torch_npu", None)
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
+    taken: list[int] = []
+    npu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=taken.append)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    chosen: list[object] = []
+    monkeypatch.setattr(torch, "device", lambda *given: chosen.append(given))  # "npu" is no device without torch_npu
+
+    resolve_device("npu", rank=1, size=2)
+    assert (chosen, taken) == ([("npu", 1)], [1])
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size is 4, but 2 NPUs are visible\. Lower it to 2"):
+        resolve_device("npu", rank=0, size=4)
+    assert taken == [1]

@@ -132,7 +132,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser, *, positional_model: bo
         help="no captured graphs on an NPU (off); a 310P and a CPU have none",
     )
     model.add_argument("--seed", type=int, default=0, help="of sampling where a request has none (0)")
-    model.add_argument("--tensor-parallel-size", type=int, default=1, help="only 1 is supported")
+    model.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="RANKS", help="NPUs that serve the model together (1)"
+    )
 
     cache = parser.add_argument_group("KV cache")
     cache.add_argument(
@@ -307,6 +309,7 @@ def server_options(parsed: argparse.Namespace, environment: Mapping[str, str] = 
             kv_events=KVEventsConfig.of(parsed.kv_events_config),
             device=parsed.device,
             enforce_eager=parsed.enforce_eager,
+            tensor_parallel_size=parsed.tensor_parallel_size,
         ),
         host=parsed.host,
         port=parsed.port,
@@ -336,8 +339,6 @@ def _model(parsed: argparse.Namespace) -> str:
     model = positional or parsed.model
     if not model:
         raise ConfigError("no model is named; give a folder, a .gguf file, or a name in the local hub cache.")
-    if parsed.tensor_parallel_size != 1:
-        raise ConfigError(f"--tensor-parallel-size is {parsed.tensor_parallel_size}; only 1 is supported yet.")
     if not parsed.enable_prompt_tokens_details:
         raise ConfigError("--no-enable-prompt-tokens-details is not supported: cached tokens are always told.")
     return str(model)

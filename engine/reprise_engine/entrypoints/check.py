@@ -49,12 +49,14 @@ def check_model(options: ServerOptions) -> str:
     # Only here: reading a configuration imports transformers, and flags are to be judged without it.
     from reprise_engine.models.quantization import read_quantization
     from reprise_engine.models.spec import read_spec
+    from reprise_engine.parallel.shard import check_size
 
     model = options.engine.model
     files = find_weights(model.model, revision=model.revision)
     plan = read_quantization(files, requested=model.quantization)
     spec = read_spec(files, quantized=plan is not None)
     length = spec.choose_max_model_len(model.max_model_len)
+    check_size(spec, options.engine.tensor_parallel_size)
     _check_shards(files)
     try:
         load_tokenizer(

@@ -87,6 +87,7 @@ class LLM:
         quantization: Quantization | None = None,
         device: Device = "auto",
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
         seed: int = 0,
         trust_remote_code: bool = False,
         max_model_len: int | None = None,
@@ -108,7 +109,8 @@ class LLM:
         """Loads the model. Raises ConfigError, DeviceError, ModelError, InsufficientMemory or OutOfMemory.
 
         `prefix_cache_*` are the flags of the server, sizes in bytes. With `skip_tokenizer_init` prompts are token ids
-        and completions have no text. `kv_events_config` is what the server takes as `--kv-events-config`.
+        and completions have no text. This process is the first of `tensor_parallel_size` ranks. `kv_events_config` is
+        what the server takes as `--kv-events-config`.
         """
         if not isinstance(kv_events_config, KVEventsConfig):
             kv_events_config = KVEventsConfig.of(kv_events_config or {})
@@ -146,6 +148,7 @@ class LLM:
                 kv_events=kv_events_config,
                 device=device,
                 enforce_eager=enforce_eager,
+                tensor_parallel_size=tensor_parallel_size,
             )
         )
         # Also when the interpreter ends: the last events are published, the last blocks written.
@@ -344,8 +347,10 @@ class LLM:
 
 
 def _end(core: EngineCore) -> None:
-    core.flush()
-    core.close()
+    try:
+        core.flush()
+    finally:
+        core.close()
 
 
 def _output_of(generation: _Generation) -> GenerationOutput:

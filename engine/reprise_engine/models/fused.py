@@ -160,13 +160,18 @@ class NativeExperts(nn.Module):
         return out_TD
 
 
-def fuse_layers(model: nn.Module, kernels: Kernels) -> None:
-    """Puts `model`, float32 or widened by `upcast_activations`, on the kernels. Mutates this instance only."""
+def fuse_layers(model: nn.Module, kernels: Kernels, *, whole_layers: bool = True) -> None:
+    """Puts `model`, float32 or widened by `upcast_activations`, on the kernels. Mutates this instance only.
+
+    Without `whole_layers` its linear layers, norms and experts only: a rank has to wait for others within a layer.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = _replacement(child, kernels)
             if replacement is not None:
                 setattr(parent, name, replacement)
+    if not whole_layers:
+        return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ in _GATED_LAYERS and _is_native(child):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,6 +33,9 @@ from reprise_engine.models.spec import ModelSpec, read_spec
 from reprise_engine.models.upcast import upcast_activations
 from reprise_engine.native import Kernels
 from reprise_engine.out_of_memory import memory_of
+from reprise_engine.parallel.layers import drop_head
+from reprise_engine.parallel.shard import Place, check_size, rank_spec
+from reprise_engine.parallel.weights import rank_weights
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +103,13 @@ def load_model(
     *,
     device: torch.device,
     kernels: Kernels | None = None,
+    place: Place | None = None,
     progress: Progress = lambda _progress: None,
 ) -> LoadedModel:
     """Finds, checks and loads the model; on a CPU it runs on `kernels` where they are given, else on plain torch.
 
-    Raises ModelNotFound, DamagedModel, UnsupportedModel or ConfigError.
+    With a `place` it is that rank's part of it, and so is the `spec` of what is returned; `connect_ranks` makes it
+    whole. Raises ModelNotFound, DamagedModel, UnsupportedModel or ConfigError.
     """
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code is not supported: model code from a checkpoint is never run.")
@@ -111,6 +119,8 @@ def load_model(
     spec = read_spec(files, quantized=plan is not None)
     # Before minutes are spent on weights: a limit that cannot be met is told at once.
     spec.choose_max_model_len(config.max_model_len)
+    if place is not None:
+        check_size(spec, place.size)
     chip = chip_of(device) if device.type == "npu" else None
     dtype = choose_dtype(config.dtype, spec, files, device="cpu" if chip is None else "npu", chip=chip)
     if chip is not None:
@@ -126,13 +136,16 @@ def load_model(
 
     stage = f"Loading weights ({files.weights}, {dtype})"
     progress(LoadProgress(stage))
-    if plan is None:
-        module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
-    else:
+    if plan is not None:
         logger.info("%s: %s", plan.source.name, plan.summary())
         module = load_quantized(files, spec, plan, _TORCH_DTYPES[dtype])
         if chip is not None:
             use_npu_operators(module, _TORCH_DTYPES[dtype])
+    elif place is not None:
+        module = _load_part(files, spec, _TORCH_DTYPES[dtype], place)
+        spec = rank_spec(spec, place.size)
+    else:
+        module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
     if device.type == "cpu" and dtype == "bfloat16":
         upcast_activations(module)
     module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin
@@ -141,7 +154,7 @@ def load_model(
     if device.type == "cpu":
         place_weights(module, progress=lambda fraction: progress(LoadProgress(stage, fraction)))
         if kernels is not None:
-            fuse_layers(module, kernels)
+            fuse_layers(module, kernels, whole_layers=place is None)
     if chip is not None:
         fuse_npu_layers(module, chip=chip)
     return LoadedModel(
@@ -156,7 +169,24 @@ def load_model(
     )
 
 
-def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
+def _load_part(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, place: Place) -> PreTrainedModel:
+    """A rank's part of the weights. `spec` is the whole model's."""
+
+    def unpack() -> Mapping[str, torch.Tensor]:
+        unpacked: Mapping[str, torch.Tensor] = _load_weights(files, spec, dtype).state_dict()
+        return unpacked
+
+    with _telling_damage(files), rank_weights(files, spec, place, unpack=unpack) as weights:
+        module = _load_weights(files, rank_spec(spec, place.size), dtype, weights=weights)
+    if place.rank > 0:
+        drop_head(module)
+    return module
+
+
+def _load_weights(
+    files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, *, weights: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """From the files, or from `weights`, by their names there."""
     register_paged_attention()
     options: dict[str, Any] = {
         "config": spec.config,
@@ -176,15 +206,15 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
     if spec.expert_size:
         # One expert after the other: the sum of a row does not depend on which other rows share the batch.
         options["experts_implementation"] = "eager"
-    with without_progress_bars():
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(files.folder, **options)
-        except _UNREADABLE_WEIGHTS as error:
-            if memory_of(error) is not None:
-                raise  # the files may be sound
-            # Only the first line: torch adds advice on loading files that run code.
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DamagedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
+    source: Path | None = files.folder
+    if weights is not None:
+        source, options["state_dict"] = None, weights
+        for name in ("use_safetensors", "weights_only", "gguf_file", "quantization_config"):
+            options.pop(name, None)
+    with without_progress_bars(), _telling_damage(files):
+        # By the class: without a folder there is nothing that Auto classes could find it by.
+        definition: Any = AutoModelForCausalLM if weights is None else getattr(transformers, spec.architecture)
+        loaded: Any = definition.from_pretrained(source, **options)
     module, loading = loaded
     assert isinstance(module, PreTrainedModel)
     if type(module).__name__ != spec.architecture:
@@ -193,6 +223,19 @@ def _load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype) -> Pre
         )
     _check_complete(files, loading)
     return module
+
+
+@contextmanager
+def _telling_damage(files: ModelFiles) -> Iterator[None]:
+    """Raises DamagedModel where reading the weights fails, for whatever reason but a lack of memory."""
+    try:
+        yield
+    except _UNREADABLE_WEIGHTS as error:
+        if memory_of(error) is not None:
+            raise  # the files may be sound
+        # Only the first line: torch adds advice on loading files that run code.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DamagedModel(f"The weights in {files.folder} cannot be loaded: {reason}") from error
 
 
 def _check_complete(files: ModelFiles, loading: Mapping[str, Any]) -> None:

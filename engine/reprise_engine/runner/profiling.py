@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,10 @@ def profile_npu(
     block_size: int,
     max_model_len: int,
     graph_sizes: tuple[int, ...] = (),
+    of_rank: Callable[[Step], Step] = lambda step: step,
 ) -> NPUPeak:
-    """Runs the largest step on a pool that holds just it, captures graphs over it, and reads the counters."""
+    """Runs the largest step on a pool that holds just it, captures graphs over it, and reads the counters. Of several
+    ranks all run it together, each what `of_rank` makes of it."""
     npu = _torch_npu()
     weights = npu.memory_allocated(model.device)
     step, num_blocks = profile_step(scheduler, block_size=block_size, max_model_len=max_model_len)
@@ -101,7 +104,7 @@ def profile_npu(
     resting = npu.memory_allocated(model.device)
     npu.reset_peak_memory_stats(model.device)
     runner = ModelRunner(model, create_attention_backend(model.device), kv, seed=0, num_spare_blocks=num_spare)
-    runner.run(step)
+    runner.run(of_rank(step))
     npu.synchronize()
     activations = npu.max_memory_allocated(model.device) - resting
     # Of engines that start on this NPU one does so at a time (npu_turns.py); what one that serves already takes in the

@@ -40,11 +40,13 @@ class KVTransfer(Protocol):
 class CPUTransfer:
     """The pool is host memory as well: numpy copies, several times as fast to start as torch's for pieces so small."""
 
-    def __init__(self, kv: Sequence[LayerKV], *, num_slots: int) -> None:
-        """The slots' pages are only taken from the machine when they are first written."""
+    def __init__(self, kv: Sequence[LayerKV], *, num_slots: int, slots_QX: np.ndarray | None = None) -> None:
+        """`slots_QX` is the slots' memory where it is given, dense along X. Otherwise it is made, and its pages are
+        only taken from the machine when they are first written."""
         self._keys_BX = [_bytes_of_blocks(layer.key_BSKH) for layer in kv]
         self._values_BX = [_bytes_of_blocks(layer.value_BSKH) for layer in kv]
-        self._slots_QL2X = np.zeros((num_slots, len(kv), 2, self._keys_BX[0].shape[1]), dtype=np.uint8)
+        shape = (num_slots, len(kv), 2, self._keys_BX[0].shape[1])
+        self._slots_QL2X = np.zeros(shape, dtype=np.uint8) if slots_QX is None else slots_QX.reshape(shape)
 
     def store(self, stores: Sequence[BlockStore]) -> None:
         for store in stores:
@@ -65,7 +67,9 @@ class CPUTransfer:
 
     def expect(self, *, num_blocks: int, num_slots: int) -> None:
         pools_BX = (*self._keys_BX, *self._values_BX)
-        populate_in_background([self._slots_QL2X[:num_slots], *(pool_BX[:num_blocks] for pool_BX in pools_BX)])
+        slots_QL2X = self._slots_QL2X[:num_slots]
+        own = [slots_QL2X] if slots_QL2X.flags.c_contiguous else list(slots_QL2X)
+        populate_in_background([*own, *(pool_BX[:num_blocks] for pool_BX in pools_BX)])
 
 
 class DeviceTransfer:
@@ -74,13 +78,20 @@ class DeviceTransfer:
     Works on every device; on a CPU it is the slower one, and tested there.
     """
 
-    def __init__(self, kv: Sequence[LayerKV], *, num_slots: int, pinned: bool) -> None:
+    def __init__(
+        self, kv: Sequence[LayerKV], *, num_slots: int, pinned: bool, slots_QX: np.ndarray | None = None
+    ) -> None:
+        """`slots_QX` is the slots' memory where it is given, dense along X, and as it is; otherwise it is made."""
         keys_BSKH = kv[0].key_BSKH
         self._kv = kv
         self._device = keys_BSKH.device
         shape = (num_slots, len(kv), 2, *keys_BSKH.shape[1:])
-        self._slots_QL2SKH = torch.empty(shape, dtype=keys_BSKH.dtype, pin_memory=pinned)
-        self._bytes_QX = self._slots_QL2SKH.view(torch.uint8).numpy().reshape(num_slots, -1)
+        if slots_QX is None:
+            self._slots_QL2SKH = torch.empty(shape, dtype=keys_BSKH.dtype, pin_memory=pinned)
+            self._bytes_QX = self._slots_QL2SKH.view(torch.uint8).numpy().reshape(num_slots, -1)
+        else:
+            self._slots_QL2SKH = torch.from_numpy(slots_QX).view(keys_BSKH.dtype).view(shape)
+            self._bytes_QX = slots_QX
 
     def store(self, stores: Sequence[BlockStore]) -> None:
         for store in stores:
@@ -108,11 +119,11 @@ class DeviceTransfer:
         """Pinned memory and a device's have their pages from the start."""
 
 
-def create_transfer(kv: Sequence[LayerKV], *, num_slots: int) -> KVTransfer:
-    """For the device that the pool is on."""
+def create_transfer(kv: Sequence[LayerKV], *, num_slots: int, slots_QX: np.ndarray | None = None) -> KVTransfer:
+    """For the device that the pool is on; `slots_QX` is memory for the slots, where several processes share it."""
     if kv[0].key_BSKH.device.type == "cpu":
-        return CPUTransfer(kv, num_slots=num_slots)
-    return DeviceTransfer(kv, num_slots=num_slots, pinned=True)
+        return CPUTransfer(kv, num_slots=num_slots, slots_QX=slots_QX)
+    return DeviceTransfer(kv, num_slots=num_slots, pinned=True, slots_QX=slots_QX)
 
 
 def _bytes_of_blocks(pool_BSKH: torch.Tensor) -> np.ndarray:

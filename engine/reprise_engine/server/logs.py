@@ -24,9 +24,11 @@ def describe_start(config: EngineConfig, resolved: ResolvedConfig, *, url: str, 
     tokens = resolved.num_gpu_blocks * resolved.block_size
     caching = "on" if resolved.enable_prefix_caching else "off"
     chunked = "on" if resolved.enable_chunked_prefill else "off"
+    size = config.tensor_parallel_size
+    ranks = f" × {size} ranks" if size > 1 else ""
     lines = [
         f"Reprise {resolved.version} serves {', '.join(names)} at {url}/v1",
-        f"  model      {config.model.model}, {resolved.dtype} on {resolved.device}, "
+        f"  model      {config.model.model}, {resolved.dtype} on {resolved.device}{ranks}, "
         f"context {resolved.max_model_len} tokens",
         f"  KV cache   {resolved.num_gpu_blocks} blocks of {resolved.block_size} = {tokens} tokens, "
         f"prefix caching {caching}, up to {resolved.prefix_cache_pin_blocks} blocks pinned",

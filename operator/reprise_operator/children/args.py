@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
@@ -72,10 +73,13 @@ def _serve(service: InferenceService, memory: MemoryPlan) -> list[str]:
 
 def _reprise(service: InferenceService) -> list[str]:
     args = []
-    if profile_of(service).is_npu and not _has(service.spec.runtime.extra_args, "device"):
+    extra = service.spec.runtime.extra_args
+    if profile_of(service).is_npu and not _has(extra, "device"):
         # Left to itself the engine would serve on the CPU where its image or the node lacks what the NPU needs, slowly
         # and with the NPU idle. Told so, it ends and says what is missing.
         args += ["--device", "npu"]
+    if not _on_cpu(extra):
+        args += _together(service)
     args += _eager(service)
     chunked = service.spec.chunked_prefill.enabled
     if chunked is not None:
@@ -93,10 +97,7 @@ def _vllm_ascend(service: InferenceService) -> list[str]:
         args += [_switch("enable-chunked-prefill", on=False), *_whole_prompts(service)]
     elif chunked is not None:
         args.append(_switch("enable-chunked-prefill", on=chunked))
-    devices = device_count(service)
-    if devices > 1:
-        args += ["--tensor-parallel-size", str(devices)]
-    return args + _eager(service)
+    return args + _together(service) + _eager(service)
 
 
 def _eager(service: InferenceService) -> list[str]:
@@ -104,6 +105,17 @@ def _eager(service: InferenceService) -> list[str]:
     if not profile_of(service).eager or _has(service.spec.runtime.extra_args, "enforce-eager"):
         return []
     return ["--enforce-eager"]
+
+
+def _together(service: InferenceService) -> list[str]:
+    devices = device_count(service)
+    return ["--tensor-parallel-size", str(devices)] if devices > 1 else []
+
+
+def _on_cpu(arguments: Sequence[str]) -> bool:
+    """Whether the user has the engine leave the NPUs alone: one process then, not one for each of them."""
+    given = " ".join(arguments).replace("=", " ").split()
+    return any(pair == ("--device", "cpu") for pair in pairwise(given))
 
 
 def _whole_prompts(service: InferenceService) -> list[str]:
