@@ -94,7 +94,7 @@ def _open_npu(device: torch.device) -> None:
     """Makes it this process's device, which opens it. Raises DeviceError."""
     try:
         torch.npu.set_device(device)  # type: ignore[attr-defined]  # of torch_npu
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"NPU {npu_number(device)} cannot be used. {told(error)}") from error
 
 
