@@ -133,7 +133,7 @@ def _build(
     progress(LoadProgress("Sizing the KV cache"))
     shape = _block_shape(model, block_size)
     with naming_phase(Phase.PROFILING), nullcontext(0) if promises is None else promises.sharing_out() as promised:
-        facts, graph_sizes = _gather_facts(
+        facts = _gather_facts(
             model,
             config,
             npu_memory,
@@ -184,13 +184,13 @@ def _build(
         grammars=grammars,
         num_spare_blocks=facts.spare_blocks,
     )
-    if graph_sizes:
+    if facts.graph_sizes:
         progress(LoadProgress("Capturing graphs"))
         capturer = NPUGraphCapturer(
             torch.npu,  # type: ignore[attr-defined]  # of torch_npu
             num_attentions=model.spec.num_layers,
         )
-        runner.capture_decode_graphs(capturer, graph_sizes, max_model_len=plan.max_model_len)
+        runner.capture_decode_graphs(capturer, facts.graph_sizes, max_model_len=plan.max_model_len)
     pin_budget = pin_budget_blocks(
         config.cache.prefix_cache_pin_budget,
         num_blocks=plan.num_blocks,
@@ -254,8 +254,7 @@ def _gather_facts(
     promised: int,
     shape: BlockShape,
     max_model_len: int,
-) -> tuple[MemoryFacts, tuple[int, ...]]:
-    """What the plan is computed from, and the sizes of decode steps to capture: () on a CPU, and where none can be."""
+) -> MemoryFacts:
     weights = model.weight_bytes
     machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
     host_tier = num_host_slots(config.cache, bytes_per_block=shape.bytes_per_block) * shape.bytes_per_block
@@ -275,7 +274,7 @@ def _gather_facts(
             ),
         )
         num_spare = spare_blocks(peak.graph_sizes, block_size=shape.block_size)
-        facts = MemoryFacts(
+        return MemoryFacts(
             device="npu",
             total=npu_memory.total,
             limit=None,
@@ -286,10 +285,10 @@ def _gather_facts(
             host_tier=host_tier,
             host_memory=host_memory,
             graphs=peak.graphs + num_spare * shape.bytes_per_block,
+            graph_sizes=peak.graph_sizes,
             spare_blocks=num_spare,
         )
-        return facts, peak.graph_sizes
-    facts = MemoryFacts(
+    return MemoryFacts(
         device="cpu",
         total=machine.total,
         limit=limit,
@@ -307,7 +306,6 @@ def _gather_facts(
         host_memory=host_memory,
         promised=promised,
     )
-    return facts, ()
 
 
 def _block_shape(model: LoadedModel, block_size: int) -> BlockShape:
