@@ -36,9 +36,8 @@ def resolve_device(requested: Device) -> torch.device:
     reason = _import_torch_npu()
     if reason is None:
         # The scheduler and the runner of one engine process use one NPU: the first that is visible.
-        device = torch.device("npu", 0)
-        _open_npu(device)
-        return device
+        _open_npu(0)
+        return torch.device("npu", 0)
     if requested == "npu":
         raise ConfigError(f"--device is npu, but {reason}")
     logger.log(
@@ -58,7 +57,10 @@ def settle_torch_npu(requested: Device) -> None:
 
 def npu_number(device: torch.device) -> int:
     """The number of an NPU by which other processes of this machine or container know it too."""
-    index = device.index or 0
+    return _number_of(device.index or 0)
+
+
+def _number_of(index: int) -> int:
     visible = visible_devices(os.environ)
     return index if visible is None else visible[index]
 
@@ -90,12 +92,12 @@ def _import_torch_npu() -> str | None:
     return None
 
 
-def _open_npu(device: torch.device) -> None:
+def _open_npu(index: int) -> None:
     """Makes it this process's device, which opens it. Raises DeviceError."""
     try:
-        torch.npu.set_device(device)  # type: ignore[attr-defined]  # of torch_npu
+        torch.npu.set_device(index)  # type: ignore[attr-defined]  # of torch_npu
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"NPU {npu_number(device)} cannot be used. {told(error)}") from error
+        raise DeviceError(f"NPU {_number_of(index)} cannot be used. {told(error)}") from error
 
 
 def limit_cpu_threads() -> int:
