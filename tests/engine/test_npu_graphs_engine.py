@@ -1,4 +1,4 @@
-"""Graphs in a whole engine, on the emulated device: captured, charged, replayed; and left out where they are not wanted."""
+"""Graphs in a whole engine, on the emulated device: captured, charged, replayed; left out where they are not wanted."""
 
 from __future__ import annotations
 
