@@ -163,7 +163,7 @@ def _build(
     shared: SharedSlots | None = None
     shape = block_shape(model, block_size)
     with naming_phase(Phase.PROFILING), nullcontext(0) if promises is None else promises.sharing_out() as promised:
-        facts, graph_sizes = gather_facts(
+        facts = gather_facts(
             model,
             config,
             npu_memory,
@@ -219,13 +219,13 @@ def _build(
         grammars=grammars,
         num_spare_blocks=facts.spare_blocks,
     )
-    if graph_sizes:
+    if facts.graph_sizes:
         progress(LoadProgress("Capturing graphs"))
         capturer = NPUGraphCapturer(
             torch.npu,  # type: ignore[attr-defined]  # of torch_npu
             num_attentions=model.spec.num_layers,
         )
-        runner.capture_decode_graphs(capturer, graph_sizes, max_model_len=plan.max_model_len)
+        runner.capture_decode_graphs(capturer, facts.graph_sizes, max_model_len=plan.max_model_len)
     pin_budget = pin_budget_blocks(
         config.cache.prefix_cache_pin_budget,
         num_blocks=plan.num_blocks,
@@ -331,11 +331,9 @@ def gather_facts(
     shape: BlockShape,
     max_model_len: int,
     place: Place | None,
-) -> tuple[MemoryFacts, tuple[int, ...]]:
-    """What the plan is computed from, as this process, of the rank at `place`, sees it.
-
-    And the sizes of decode steps to capture: () on a CPU, and where none can be. On an NPU it runs the largest step, as
-    all ranks do at once."""
+) -> MemoryFacts:
+    """What the plan is computed from, as this process, of the rank at `place`, sees it. On an NPU it runs the largest
+    step, as all ranks do at once."""
     weights = model.weight_bytes
     leads = place is None or place.rank == 0
     machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
@@ -358,7 +356,7 @@ def gather_facts(
             of_rank=(lambda step: step) if leads else for_others,
         )
         num_spare = spare_blocks(peak.graph_sizes, block_size=shape.block_size)
-        facts = MemoryFacts(
+        return MemoryFacts(
             device="npu",
             total=npu_memory.total,
             limit=None,
@@ -369,10 +367,10 @@ def gather_facts(
             host_tier=host_tier,
             host_memory=host_memory,
             graphs=peak.graphs + num_spare * shape.bytes_per_block,
+            graph_sizes=peak.graph_sizes,
             spare_blocks=num_spare,
         )
-        return facts, peak.graph_sizes
-    facts = MemoryFacts(
+    return MemoryFacts(
         device="cpu",
         total=machine.total,
         limit=limit,
@@ -393,7 +391,6 @@ def gather_facts(
         host_memory=host_memory,
         promised=promised,
     )
-    return facts, ()
 
 
 def block_shape(model: LoadedModel, block_size: int) -> BlockShape:

@@ -37,9 +37,8 @@ def resolve_device(requested: Device, *, rank: int = 0, size: int = 1) -> torch.
     reason = _import_torch_npu()
     if reason is None:
         _check_enough(size)
-        device = torch.device("npu", rank)
-        _open_npu(device)
-        return device
+        _open_npu(rank)
+        return torch.device("npu", rank)
     if requested == "npu":
         raise ConfigError(f"--device is npu, but {reason}")
     logger.log(
@@ -59,7 +58,10 @@ def settle_torch_npu(requested: Device) -> None:
 
 def npu_number(device: torch.device) -> int:
     """The number of an NPU by which other processes of this machine or container know it too."""
-    index = device.index or 0
+    return _number_of(device.index or 0)
+
+
+def _number_of(index: int) -> int:
     visible = visible_devices(os.environ)
     return index if visible is None else visible[index]
 
@@ -102,12 +104,12 @@ def _check_enough(size: int) -> None:
             )
 
 
-def _open_npu(device: torch.device) -> None:
+def _open_npu(index: int) -> None:
     """Makes it this process's device, which opens it. Raises DeviceError."""
     try:
-        torch.npu.set_device(device)  # type: ignore[attr-defined]  # of torch_npu
-    except RuntimeError as error:
-        raise DeviceError(f"NPU {npu_number(device)} cannot be used. {told(error)}") from error
+        torch.npu.set_device(index)  # type: ignore[attr-defined]  # of torch_npu
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"NPU {_number_of(index)} cannot be used. {told(error)}") from error
 
 
 def limit_cpu_threads(*, sharing: int = 1) -> int:

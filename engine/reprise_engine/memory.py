@@ -55,6 +55,8 @@ class MemoryFacts:
     """What other engines of this machine may still take of `free` (memory_promises.py)."""
     graphs: int = 0
     """On an NPU: what captured graphs take, and the blocks for their padded rows (runner/npu_graphs.py)."""
+    graph_sizes: tuple[int, ...] = ()
+    """Numbers of requests whose decode steps can be captured; () on a CPU, and where none can."""
     spare_blocks: int = 0
     """Those blocks: in the pool's tensors, beyond what is planned here."""
 

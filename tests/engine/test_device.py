@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers.utils.import_utils import is_torch_npu_available
 
-from reprise_engine.device import cgroup_cpu_quota, npu_number, resolve_device, settle_torch_npu
+from reprise_engine.device import cgroup_cpu_quota, resolve_device, settle_torch_npu
 from reprise_engine.errors import ConfigError, DeviceError
+from tests.support.npu.device.process import npu_environment
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
@@ -58,8 +59,6 @@ def test_an_explicit_cpu_asks_nothing_of_torch_npu(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes this a machine with so many NPUs, `fault` being what opening one says."""
-    # As torch_npu does: torch then knows the name, and keeps it.
-    torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]  # public, by its documentation
 
     def make(found: int, *, visible: str | None = None, fault: str | None = None) -> None:
         (tmp_path / "torch_npu.py").write_text("")
@@ -70,7 +69,7 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         if visible is not None:
             monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
 
-        def set_device(_device: torch.device) -> None:
+        def set_device(_index: int) -> None:
             if fault is not None:
                 raise RuntimeError(fault)
 
@@ -81,23 +80,31 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     sys.modules.pop("torch_npu", None)
 
 
-def test_the_first_visible_npu_is_taken(npu_machine: Callable[..., None]) -> None:
-    npu_machine(2, visible="3,5")
-    for requested in ("auto", "npu"):
-        device = resolve_device(requested)
-        assert (device.type, device.index) == ("npu", 0)
-    assert npu_number(device) == 3, "its number among the NPUs of the machine"
-    assert os.environ["TASK_QUEUE_ENABLE"] == "by the user"
+@pytest.mark.usefixtures("npu_wheel")
+def test_the_first_visible_npu_is_taken() -> None:
+    """In a process of its own: torch forgets no device."""
+    program = (
+        "from reprise_engine.device import npu_number, resolve_device\n"
+        "found = [resolve_device(requested) for requested in ('auto', 'npu')]\n"
+        "print(*found, *map(npu_number, found))"
+    )
+    environment = npu_environment(count=8) | {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["npu:0", "npu:0", "3", "3"], done.stderr
 
 
 def test_settings_are_there_before_torch_npu_is_imported(
     npu_machine: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    npu_machine(1)
+    npu_machine(0)
     monkeypatch.delenv("TASK_QUEUE_ENABLE")
-    (tmp_path / "torch_npu.py").write_text("import os; assert os.environ['TASK_QUEUE_ENABLE'] == '1'")
-    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
-    resolve_device("npu")
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "by the user")
+    (tmp_path / "torch_npu.py").write_text(
+        "import os; assert os.environ['TASK_QUEUE_ENABLE'] == '1'\n"
+        "assert os.environ['PYTORCH_NPU_ALLOC_CONF'] == 'by the user'"
+    )
+    resolve_device("auto")
+    assert "torch_npu" in sys.modules, "it has been imported"
     monkeypatch.delenv("TASK_QUEUE_ENABLE")
 
 

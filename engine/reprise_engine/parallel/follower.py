@@ -76,7 +76,7 @@ def build_runner(join: Join, connection: Connection) -> tuple[ModelRunner, Group
     connect_ranks(model.module, group)
     shape = block_shape(model, block_size)
     with naming_phase(Phase.PROFILING):
-        facts, _ = gather_facts(
+        facts = gather_facts(
             model,
             config,
             npu_memory,
