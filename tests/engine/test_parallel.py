@@ -203,8 +203,10 @@ def test_what_goes_to_the_other_ranks_is_only_what_they_need() -> None:
 def test_npus_meet_as_the_default_group_of_the_backend_hccl(tmp_path: Path) -> None:
     """gloo stands in for HCCL, under its name; what is tested is how torch.distributed is asked for it."""
 
-    def create(store: dist.Store, rank: int, size: int, _timeout: object) -> dist.ProcessGroup:
-        return dist.ProcessGroupGloo(store, rank, size)
+    gloo: Any = dist.ProcessGroupGloo
+
+    def create(store: Any, rank: int, size: int, _timeout: object) -> Any:
+        return gloo(store, rank, size)
 
     dist.Backend.register_backend("hccl", create, devices=["cpu"])
     group = HcclGroup(Place(rank=0, size=1), tmp_path / "meeting-point", torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,20 +26,16 @@ QWEN2 = _spec_of(
 LLAMA = _spec_of(
     LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96), "LlamaForCausalLM"
 )
-MOE = _spec_of(
-    Qwen3MoeConfig(
-        hidden_size=64,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=4,
-        moe_intermediate_size=24,
-        intermediate_size=100,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    ),
-    "Qwen3MoeForCausalLM",
-)
+_MIXTURE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 100,
+}
+MOE = _spec_of(Qwen3MoeConfig(**_MIXTURE, decoder_sparse_step=1, mlp_only_layers=[]), "Qwen3MoeForCausalLM")
 
 
 def place(rank: int, size: int) -> Place:

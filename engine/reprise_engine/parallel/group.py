@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from reprise_engine.parallel.shard import Place
 _MEETING_SECONDS = 120
 """All ranks are there before they meet, so this is for a machine that is very busy."""
 _LOOPBACK = "127.0.0.1"
+_DIST: Any = dist
+"""Its stubs leave out most of what a group of one's own is made with."""
 
 
 class LostRank(RankDied):
@@ -49,11 +51,11 @@ class GlooGroup:
 
     def __init__(self, place: Place, meeting_point: Path) -> None:
         self._place = place
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options = _DIST.ProcessGroupGloo._Options()
+        options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timedelta(seconds=_MEETING_SECONDS)
-        store = dist.FileStore(str(meeting_point), place.size)
-        self._group = dist.ProcessGroupGloo(store, place.rank, place.size, options)
+        store = _DIST.FileStore(str(meeting_point), place.size)
+        self._group = _DIST.ProcessGroupGloo(store, place.rank, place.size, options)
 
     @property
     def place(self) -> Place:
@@ -90,7 +92,7 @@ class HcclGroup:
                 "engine or for something else; run this engine in a process of its own."
             )
         self._place, self._device = place, device
-        store = dist.FileStore(str(meeting_point), place.size)
+        store = _DIST.FileStore(str(meeting_point), place.size)
         dist.init_process_group("hccl", store=store, rank=place.rank, world_size=place.size)
 
     @property
