@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from xdist.remote import Producer
 
 from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.parallel import Scheduling, by_turns, workers
@@ -45,7 +44,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return workers()
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)
 
 

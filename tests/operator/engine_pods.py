@@ -80,7 +80,8 @@ def make_pods_ready(kubectl: Kubectl, *, name: str, ip: str) -> None:
         for pod in kubectl.list("pods", f"serving.reprise.io/name={name}"):
             kubectl.patch("pod", pod["metadata"]["name"], {"status": status}, "--subresource=status")
         found = kubectl.get("deployment", name)
-        told = {} if found is None else found.get("status") or {}
-        return found is not None and told.get("availableReplicas", 0) == found["spec"]["replicas"]
+        if found is None:
+            return False
+        return bool((found.get("status") or {}).get("availableReplicas", 0) == found["spec"]["replicas"])
 
     eventually(available, "the Deployment is available", within=60)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 WORKER_BYTES = 2 * 2**30
 """Of a worker at its largest: PyTorch with a model, an API server, and the engines of an end-to-end test."""
@@ -46,10 +45,10 @@ def scope_of(nodeid: str) -> str:
     return nodeid if file.startswith("tests/operator/") and file not in _SHARING else file
 
 
-class Scheduling(LoadScopeScheduling):
+class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist tells no types
     """In the order of collection, by `scope_of`."""
 
-    def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
         config.option.loadscopereorder = False  # ours already is an order, see `by_turns`
         super().__init__(config, log)
 

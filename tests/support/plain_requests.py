@@ -144,5 +144,5 @@ def _server(kubeconfig: Path) -> _Server:
 @cache
 def _connected(kubeconfig: Path, _written: int) -> _Server:
     credentials = Credentials.from_kubeconfig(kubeconfig)
-    tls = {} if credentials.tls is None else {"ssl_context": credentials.tls}
+    tls: dict[str, Any] = {} if credentials.tls is None else {"ssl_context": credentials.tls}
     return _Server(urllib3.PoolManager(maxsize=4, **tls), credentials)
