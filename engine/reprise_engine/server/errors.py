@@ -118,8 +118,6 @@ def describe(errors: Sequence[Any]) -> tuple[str, str | None]:
     """(message, param) of pydantic's first complaint; the others are usually its echoes."""
     first = errors[0]
     context = first.get("ctx") or {}
-    if first["type"] == "json_invalid":
-        return f"The body is not valid JSON: {context.get('error', first['msg'])}.", None
     if first["type"] == "refused_field":
         return first["msg"], context["param"]
     param = _path(first["loc"]) or None

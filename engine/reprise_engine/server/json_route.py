@@ -7,9 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from reprise_engine.server.errors import ApiError
 from reprise_engine.server.strict_json import read_json
