@@ -40,7 +40,8 @@ class Formats:
         return marked[1] if marked else FORMAT_ND
 
     def mark(self, tensor: torch.Tensor, acl_format: int) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        values: torch.Tensor = getattr(tensor, "raw", tensor)  # of a tensor of the emulated device
+        storage = values.untyped_storage()
         self._marked[storage._cdata] = (storage, acl_format)
         return tensor
 
@@ -89,7 +90,7 @@ def empty_with_format(
     base_addr_aligned_kb: int | None = None,
 ) -> torch.Tensor:
     FORMAT_KNOWN.require(acl_format in (FORMAT_ND, FORMAT_FRACTAL_NZ), f"format {acl_format}")
-    return machine.formats.mark(torch.empty(size, dtype=dtype, device="cpu"), acl_format)
+    return machine.formats.mark(torch.empty(size, dtype=dtype, device=device or "cpu"), acl_format)
 
 
 RULES = (FORMAT_KNOWN,)

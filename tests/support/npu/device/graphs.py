@@ -123,9 +123,10 @@ class GroupUpdate:
     def record(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self._waiting:
             raise RuntimeError(f"{operation} updates a task group that has no further task")
-        task = self._waiting.pop(0)
+        task = self._waiting[0]
         if task.operation is not operation:
             raise RuntimeError(f"{operation} cannot update a captured {task.operation}")
+        del self._waiting[0]
         task.args, task.kwargs = args, kwargs
         return run(*_replaced(operation, args, kwargs, _clones(operation, args, kwargs)))
 
