@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -84,10 +85,10 @@ def test_910b_takes_larger_blocks() -> None:
 @pytest.mark.parametrize("case", CASCADES, ids=lambda case: case.name)
 @pytest.mark.usefixtures("ascend_910b")
 def test_a_prefix_read_once_gives_the_same(case: Case, by_operator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[list[int]] = []
     attend = torch.ops.npu.npu_fused_infer_attention_score
 
-    def counted(*args: object, **kwargs: object) -> object:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["actual_seq_lengths_kv"])
         return attend(*args, **kwargs)
 
