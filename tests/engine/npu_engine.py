@@ -7,8 +7,10 @@ float32, which only the emulation has, to the bit; else up to what rounding to 1
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -38,11 +40,16 @@ TOLERANCE = {torch.float32: 0.0, torch.float16: 0.05}
 """How far below the best logit a token may be, in standard deviations of the logits."""
 
 
+@cache
+def _loaded(family: str) -> LoadedModel:
+    return load_model(ModelConfig(model=str(tiny_model_path(family)), dtype="float32"), device=CPU)
+
+
 def load(family: str, dtype: torch.dtype) -> LoadedModel:
-    """A tiny model with weights and activations of `dtype`, its layers as transformers has them."""
-    model = load_model(ModelConfig(model=str(tiny_model_path(family)), dtype="float32"), device=CPU)
-    cast(Any, model.module).to(dtype)
-    return replace(model, dtype=str(dtype).removeprefix("torch."), kv_dtype=dtype)
+    """A tiny model of its own, with weights and activations of `dtype`, its layers as transformers has them."""
+    model = _loaded(family)
+    module = cast(Any, copy.deepcopy(model.module)).to(dtype)
+    return replace(model, module=module, dtype=str(dtype).removeprefix("torch."), kv_dtype=dtype)
 
 
 def prompt_of(length: int, seed: int) -> tuple[int, ...]:
@@ -93,7 +100,7 @@ def make_engine(
     family: str,
     chip: Chip,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
     num_blocks: int = 16,
     max_num_batched_tokens: int = 512,
     caching: bool = True,
@@ -148,7 +155,7 @@ def make_engine(
 class Judge:
     """Knows what a model says of any sequence."""
 
-    def __init__(self, family: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, family: str, dtype: torch.dtype) -> None:
         rounded = load(family, dtype)
         cast(Any, rounded.module).float()
         self._model = replace(rounded, kv_dtype=torch.float32)

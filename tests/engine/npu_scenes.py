@@ -122,5 +122,5 @@ def _as_nz(scene: Scene) -> LayerKV:
         layout=KVLayout.NZ,
     )
     for target, pool in ((kv.key_BSKH, scene.kv.key_BSKH), (kv.value_BSKH, scene.kv.value_BSKH)):
-        target.copy_(pool.flatten(2).unflatten(2, (-1, 16)).transpose(1, 2))
+        target.copy_(pool.reshape(*pool.shape[:2], -1, 16).transpose(1, 2))
     return kv

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from reprise_engine.attention.base import AttentionBackend, KVLayout
+from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, KVLayout
 from reprise_engine.attention.npu import NPUAttention
-from reprise_engine.attention.npu_310p import NPU310PAttention
+from reprise_engine.attention.npu_310p import NPU310PAttention, _rows_of_mask
 from reprise_engine.errors import ConfigError
 from tests.engine.npu_scenes import Case, Scene, as_bskh, make_scene
 from tests.support.npu import npu_operators
@@ -84,10 +85,10 @@ def test_910b_takes_larger_blocks() -> None:
 @pytest.mark.parametrize("case", CASCADES, ids=lambda case: case.name)
 @pytest.mark.usefixtures("ascend_910b")
 def test_a_prefix_read_once_gives_the_same(case: Case, by_operator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[list[int]] = []
     attend = torch.ops.npu.npu_fused_infer_attention_score
 
-    def counted(*args: object, **kwargs: object) -> object:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["actual_seq_lengths_kv"])
         return attend(*args, **kwargs)
 
@@ -121,6 +122,74 @@ def test_the_plan_of_one_step_is_not_that_of_the_next() -> None:
 @pytest.mark.usefixtures("ascend_310p")
 def test_310p_equals_the_reference(case: Case) -> None:
     check(make_scene(case, layout=KVLayout.NZ), NPU310PAttention(CPU))
+
+
+# Word for word as in op-plugin's ops/atb/PagedAttentionSplitfuseV2.cpp (517f2e7).
+SPLITFUSE_V2 = (
+    "_npu_paged_attention_splitfuse_v2(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+    "Tensor context_lens, Tensor mask, Tensor seq_len, int num_kv_heads, int num_heads, float scale_value, *, "
+    "int ? mask_type = 5, Tensor(a!) out) -> ()"
+)
+
+
+@pytest.fixture
+def splitfuse_v2(ascend_310p: None) -> Iterator[list[torch.Tensor]]:
+    """The operator that the emulation lacks, by the first version and a causal mask of full size; the masks given."""
+    masks: list[torch.Tensor] = []
+
+    def splitfuse(
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        mask: torch.Tensor,
+        seq_len: torch.Tensor,
+        num_kv_heads: int,
+        num_heads: int,
+        scale_value: float,
+        *,
+        mask_type: int | None = 5,
+        out: torch.Tensor,
+    ) -> None:
+        assert mask_type == 5
+        masks.append(mask)
+        lengths = AttentionMetadata(
+            slot_mapping_T=seq_len,
+            block_table_RM=block_table,
+            query_lens=tuple(seq_len.tolist()),
+            kv_lens=tuple(context_lens.tolist()),
+            block_size=key_cache.shape[2],
+        )
+        torch.ops.atb._npu_paged_attention_splitfuse(
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            context_lens,
+            _rows_of_mask(lengths, None, CPU),
+            seq_len,
+            num_kv_heads,
+            num_heads,
+            scale_value,
+            out,
+        )
+
+    library: Any = torch.library.Library("atb", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    library.define(SPLITFUSE_V2)
+    library.impl("_npu_paged_attention_splitfuse_v2", splitfuse, "CPU")
+    yield masks
+    library._destroy()
+    torch.ops.atb.__dict__.pop("_npu_paged_attention_splitfuse_v2", None)
+
+
+def test_310p_prefers_a_mask_of_fixed_size(splitfuse_v2: list[torch.Tensor]) -> None:
+    backend = NPU310PAttention(CPU)
+    for case in (CASES[0], CASES[2], CASES[4], WINDOWS[0]):
+        check(make_scene(case, layout=KVLayout.NZ), backend)
+    assert len(splitfuse_v2) == 2, "decodes and windows have operators of their own"
+    expected = torch.full((2048, 2048), -10000.0, dtype=torch.float16).triu(1)
+    assert all(torch.equal(mask, expected) for mask in splitfuse_v2)
 
 
 @pytest.mark.parametrize("layout", KVLayout)
