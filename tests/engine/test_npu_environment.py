@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from reprise_engine.config import EngineConfig, ModelConfig
+from reprise_engine.engine_process import EngineProcess
+from reprise_engine.messages import Start
 from reprise_engine.npu_environment import npu_settings
 from reprise_engine.npu_turns import npu_turn
 
@@ -50,6 +53,19 @@ def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
 def test_without_torch_npu_nothing_is_set() -> None:
     assert npu_settings({}) == {}
+
+
+@pytest.mark.usefixtures("with_torch_npu")
+def test_the_engine_process_starts_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts it: not only the command line, which sets them for itself."""
+    for name in NPU | GROWING:
+        monkeypatch.delenv(name, raising=False)
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda _command, env, **_others: given.append(env))
+    started = EngineProcess(Start(EngineConfig(model=ModelConfig(model="/nowhere")), "m:f", logging.INFO))
+    started.connection.close()
+    started.let_go()
+    assert NPU.items() <= given[0].items()
 
 
 def test_a_broken_torch_npu_does_not_break_the_import_of_torch(tmp_path: Path) -> None:

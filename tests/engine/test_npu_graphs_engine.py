@@ -19,20 +19,26 @@ MIB = 1024**2
 pytestmark = pytest.mark.usefixtures("npu_wheel")
 
 
-def generated(*options: str) -> tuple[list[object], str]:
-    """What the engine says in float16, and its log."""
+def start(*options: str) -> subprocess.Popen[str]:
+    """An engine that generates in float16, and logs."""
     folder = str(tiny_model_path("qwen3"))
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.support.npu.device.generate", "npu", folder, "float16", *options],
         cwd=ROOT,
         env=npu_environment(memory=192 * MIB),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answers: list[object] = json.loads(done.stdout.splitlines()[-1])
-    return answers, done.stderr
+
+
+def ended(engine: subprocess.Popen[str]) -> tuple[list[object], str]:
+    """What it said, and its log."""
+    with engine:
+        said, log = engine.communicate(timeout=240)
+    assert engine.returncode == 0, log[-4000:]
+    answers: list[object] = json.loads(said.splitlines()[-1])
+    return answers, log
 
 
 def blocks(log: str) -> int:
@@ -41,8 +47,8 @@ def blocks(log: str) -> int:
 
 
 def test_the_same_tokens_and_less_room_for_the_cache() -> None:
-    replayed, log = generated()
-    eager, eager_log = generated("eager")
+    engines = start(), start("eager")  # side by side: most of it is waiting for imports
+    (replayed, log), (eager, eager_log) = map(ended, engines)
     assert replayed == eager
     assert "captured graphs of decode steps" in log
     assert "graphs" not in eager_log
