@@ -121,7 +121,7 @@ def test_a_quantised_layer_is_near_the_float_one() -> None:
     assert 0 < error < 0.02
 
 
-@pytest.mark.parametrize("inputs", [1, 1024, 1025, 3000])
+@pytest.mark.parametrize("inputs", [1, 2, 15, 16, 1024, 1025, 3000])
 def test_sums_of_the_largest_values_are_exact_in_integers_and_in_floats(inputs: int) -> None:
     x_TI = torch.full((3, inputs), -128, dtype=torch.int8)
     x_TI[1] = 127
