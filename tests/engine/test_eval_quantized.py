@@ -121,7 +121,7 @@ def test_what_does_not_go_together_is_one_clear_line(
 
 
 def test_another_tokenizer_s_model_is_no_reference(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
