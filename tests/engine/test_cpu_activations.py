@@ -81,7 +81,8 @@ for tokens, seqs, length in cases:
     estimate = estimate_cpu_activations(
         model.spec,
         LargestStep.of(SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), max_model_len=length),
-        native=native, quantized=quantization is not None, kv_element_bytes=model.kv_dtype.itemsize, threads=torch.get_num_threads(),
+        native=native, quantized=quantization is not None, kv_element_bytes=model.kv_dtype.itemsize,
+        threads=torch.get_num_threads(),
     )
     results.append((peak - resting, estimate))
 print(json.dumps(results))

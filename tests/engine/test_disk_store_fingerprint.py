@@ -165,3 +165,12 @@ def test_a_file_that_changes_meanwhile_is_refused(model: Path, monkeypatch: pyte
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.gguf cannot be read: No such file"):
         fingerprint_files([tmp_path / "model.gguf"], cache_folder=None)
+
+
+def test_how_weights_are_quantised_counts(model: Path) -> None:
+    before = of(model)
+    description = model / "quant_model_description.json"
+    description.write_text('{"a.weight": "W8A8_MIX"}')
+    mixed = of(model)
+    description.write_text('{"a.weight": "W8A8"}')
+    assert len({before, mixed, of(model)}) == 3

@@ -32,14 +32,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(quantize_model(tiny_model_path("qwen3"), target, calibration=[list(load_tokenizer(FLOAT).encode(TEXT))]))
 
 
-def test_tokens_that_are_the_float_model_s(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """They part inside a block of the cache."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("".join(f"{TEXT[:150]}{end}\n" for end in ("The fox.", "A cache.", "Paris.")))
+    return str(file)
+
+
+def test_tokens_that_are_the_float_model_s(
+    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "out.json"
-    arguments = ["--quantization", "ascend", "--reference-model", FLOAT, "--max-tokens", "8", "--json", str(file)]
-    assert cli.main(["eval", "equality", model, *arguments]) == 0
+    arguments = ["--quantization", "ascend", "--reference-model", FLOAT, "--max-tokens", "16", "--json", str(file)]
+    assert cli.main(["eval", "equality", model, "--prompts", prompts, *arguments]) == 0
     content = json.loads(file.read_text())
-    assert (content["ok"], content["float_model"], len(content["prompts"])) == (True, FLOAT, 11)
+    assert (content["ok"], content["float_model"], len(content["prompts"])) == (True, FLOAT, 3)
     agreed = sum(prompt["agreed"] for prompt in content["prompts"])
-    assert content["agreement"] == agreed / (11 * 8)
+    assert content["agreement"] == agreed / (3 * 16)
     assert 0.5 < content["agreement"] < 1, "quantised to eight bits, it is near and not the same"
     assert all(prompt["max_error"] > 1e-3 for prompt in content["prompts"])
     assert all(prompt["partings"] == [] for prompt in content["prompts"])
@@ -58,12 +68,14 @@ class ForgetsCopies:
         return self._inner.run(replace(step, copies=()))
 
 
-def test_a_cache_that_changes_the_tokens_is_broken(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_that_changes_the_tokens_is_broken(
+    model: str, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wrap(runner: ModelRunner) -> Runner:
         return ForgetsCopies(runner)
 
-    arguments = ["eval", "equality", model, "--quantization", "ascend", "--reference-model", FLOAT, "--max-tokens", "8"]
-    parsed = build_parser().parse_args(arguments)
+    arguments = ["eval", "equality", model, "--quantization", "ascend", "--reference-model", FLOAT]
+    parsed = build_parser().parse_args([*arguments, "--prompts", prompts, "--max-tokens", "8"])
     assert evaluate.exit_code(parsed, lambda parsed: evaluate.equality(parsed, wrap_runner=wrap)) == 1
     assert "BROKEN" in capsys.readouterr().out
 
@@ -102,14 +114,14 @@ def test_perplexity_beside_the_float_model_s(model: str, tmp_path: Path, capsys:
 def test_what_does_not_go_together_is_one_clear_line(
     arguments: list[str], words: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["eval", "equality", model, "--max-tokens", "1", *arguments]) in (1, 2)
+    assert cli.main(["eval", "equality", model, *arguments]) in (1, 2)
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
 
 
 def test_another_tokenizer_s_model_is_no_reference(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -117,7 +129,7 @@ def test_another_tokenizer_s_model_is_no_reference(
     Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, head_dim=8)).save_pretrained(other)  # fmt: skip
     arguments = ["--quantization", "ascend", "--reference-model", str(other), "--max-tokens", "1"]
-    assert cli.main(["eval", "equality", model, *arguments]) == 2
+    assert cli.main(["eval", "equality", model, "--prompts", prompts, *arguments]) == 2
     assert "whose vocabulary has 8 entries" in capsys.readouterr().err
 
 

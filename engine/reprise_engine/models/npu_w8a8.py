@@ -20,7 +20,7 @@ from reprise_engine.errors import UnsupportedModel
 from reprise_engine.models.quantization import QuantizationPlan
 from reprise_engine.models.w8a8 import W8A8DynamicLinear, W8A8Experts, W8A8Layer, W8A8StaticLinear, constant
 
-_MOST_SIZE = 65535
+MOST_SIZE = 65535
 """Of the last axis of either matrix of npu_quant_matmul."""
 
 
@@ -126,9 +126,9 @@ def _replacement(name: str, module: nn.Module, dtype: torch.dtype) -> nn.Module 
 
 
 def _check_sizes(name: str, weight_OI: torch.Tensor) -> None:
-    if max(weight_OI.shape) > _MOST_SIZE:
+    if max(weight_OI.shape) > MOST_SIZE:
         outputs, inputs = weight_OI.shape
         raise UnsupportedModel(
             f"{name} is quantised and has {inputs} inputs and {outputs} outputs; npu_quant_matmul takes at most "
-            f"{_MOST_SIZE} of each. Quantise without this layer (disable_names of msmodelslim)."
+            f"{MOST_SIZE} of each. Quantise without this layer (disable_names of msmodelslim)."
         )

@@ -36,7 +36,7 @@ _SCHEMES: Mapping[str, Scheme] = MappingProxyType(
 _STATIC = frozenset({"weight", "quant_bias", "input_scale", "input_offset", "deq_scale"})
 _DYNAMIC = frozenset({"weight", "weight_scale"})
 _REQUIRED: Mapping[Scheme, frozenset[str]] = MappingProxyType({"W8A8": _STATIC, "W8A8_DYNAMIC": _DYNAMIC})
-_KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
+KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "W8A8": _STATIC | {"weight_scale", "weight_offset"},
         "W8A8_DYNAMIC": _DYNAMIC | {"weight_offset"},
@@ -46,7 +46,7 @@ _KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
 # Of the whole model. `group_size` says nothing where scales are by channel, which is checked where they are read;
 # `optional` names files that a model runs without.
 _NEUTRAL = ("model_quant_type", "group_size", "optional")
-_NOT_SERVED: Mapping[str, str] = MappingProxyType(
+NOT_SERVED: Mapping[str, str] = MappingProxyType(
     {
         "kv_cache_type": "a quantised KV cache",
         "kv_quant_type": "a quantised KV cache",
@@ -142,10 +142,10 @@ def plan_of(description: Mapping[str, Any], *, source: Path) -> QuantizationPlan
 def _check_tensor(key: str, value: str, tensor: str, source: Path) -> None:
     if value not in _SCHEMES:
         raise UnsupportedModel(f"{key} in {source} is {value}, which is not served. Served: {_SERVED}.")
-    if tensor not in _KNOWN[value]:
+    if tensor not in KNOWN[value]:
         raise UnsupportedModel(
             f"{key} in {source} is {value}, but a layer of that type is served without a tensor {tensor!r}. "
-            f"Its tensors: {', '.join(sorted(_KNOWN[value]))}."
+            f"Its tensors: {', '.join(sorted(KNOWN[value]))}."
         )
 
 
@@ -153,10 +153,10 @@ def _check_model_key(key: str, value: object, source: Path) -> None:
     if key == "version":
         if not isinstance(value, str) or value.split(".")[0] != "1":
             raise UnsupportedModel(f"version in {source} is {value!r}; version 1 of the format is read.")
-    elif key in _NOT_SERVED:
+    elif key in NOT_SERVED:
         if value and value != _FLOAT:
             raise UnsupportedModel(
-                f"{key} in {source} is {value!r}, but {_NOT_SERVED[key]} is not served. Quantise without it; layers "
+                f"{key} in {source} is {value!r}, but {NOT_SERVED[key]} is not served. Quantise without it; layers "
                 f"may be {_SERVED}."
             )
     elif key not in _NEUTRAL:
