@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.apiserver import ApiServer, start_api_server
@@ -38,6 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure() -> None:
     # Like Ctrl-C: fixtures end what they started. By default TERM would leave an API server and an operator behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # No example has 200 ms on the clock where workers share the cores. Under CI hypothesis' own profile says so, too.
+    hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
+    hypothesis.settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers() -> int:
