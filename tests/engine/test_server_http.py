@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -21,11 +22,11 @@ def completion(prompt: str, *fields: str) -> bytes:
     return raw_http.head(COMPLETIONS, f"Content-Length: {len(content)}", *fields) + content
 
 
-def answers(connection: socket.socket, number: int) -> list[str]:
-    """The texts of so many answers, in order."""
+def responses(connection: socket.socket, number: int) -> list[tuple[int, Any]]:
+    """The status and the JSON of so many answers, in order."""
     received = b""
-    texts: list[str] = []
-    while len(texts) < number:
+    found: list[tuple[int, Any]] = []
+    while len(found) < number:
         head, _, rest = received.partition(b"\r\n\r\n")
         length = next(
             (int(line.split()[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), None
@@ -35,10 +36,16 @@ def answers(connection: socket.socket, number: int) -> list[str]:
             assert part, "the server closed the connection"
             received += part
             continue
-        assert head.startswith(b"HTTP/1.1 200"), rest[:length]
-        texts.append(json.loads(rest[:length])["choices"][0]["text"])
+        found.append((int(head.split()[1]), json.loads(rest[:length])))
         received = rest[length:]
-    return texts
+    return found
+
+
+def answers(connection: socket.socket, number: int) -> list[str]:
+    """The texts of so many completions, in order."""
+    found = responses(connection, number)
+    assert [status for status, _ in found] == [200] * number
+    return [answer["choices"][0]["text"] for _, answer in found]
 
 
 @pytest.mark.parametrize("size", [None, 1, 30], ids=["at once", "byte by byte", "in pieces"])
@@ -62,7 +69,8 @@ def test_a_websocket_is_a_get_and_the_connection_goes_on(server: RunningServer) 
     fields = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: eA==")
     with raw_http.connect(server.url) as connection:
         connection.sendall(raw_http.head(COMPLETIONS, *fields, method="GET"))
-        assert connection.recv(65536).startswith(b"HTTP/1.1 405")
+        [(status, _)] = responses(connection, 1)
+        assert status == 405
         connection.sendall(completion("a"))
         assert answers(connection, 1) == ["bc"]
 
