@@ -89,7 +89,7 @@ def test_memory_is_counted_by_storages() -> None:
 
 
 def test_a_full_device_says_so_in_torch_npus_words() -> None:
-    kept = torch.zeros(8 * MIB, device=NPU)
+    kept = torch.zeros(9 * MIB, device=NPU)
     with pytest.raises(
         npu.OutOfMemoryError, match=r"NPU out of memory\. Tried to allocate 0\.03 GiB \(NPU 0; 0\.06 GiB total"
     ):
