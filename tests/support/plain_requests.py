@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import urllib3
 
@@ -53,10 +54,9 @@ class _Server:
         if patch is not None:
             headers["Content-Type"] = MERGE_PATCH
         try:
-            answer = self.pool.request_encode_url(
+            answer = self.pool.request(
                 method,
-                self.credentials.server + path,
-                fields=dict(query or {}),
+                f"{self.credentials.server}{path}?{urlencode(query or {})}",
                 body=None if patch is None else json.dumps(patch).encode(),
                 headers=headers,
                 timeout=TIMEOUT,

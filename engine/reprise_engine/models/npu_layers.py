@@ -219,10 +219,20 @@ def fuse_npu_layers(model: nn.Module, *, chip: Chip) -> None:
         _number(module, "attention_scaling") for module in model.modules() if hasattr(module, "attention_scaling")
     ]
     rotates_by_operator = all(scaling <= 1.0 for scaling in scalings)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ in _LAYERS and isinstance(child.input_layernorm, NPURMSNorm):
-                setattr(parent, name, NPUDecoderLayer(child, chip=chip, rotates_by_operator=rotates_by_operator))
+    layers = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in list(parent.named_children())
+        if type(child).__name__ in _LAYERS
+    ]
+    # All or none: what passes between two of these layers is nothing that another could take.
+    if all(
+        isinstance(norm, NPURMSNorm)
+        for *_, layer in layers
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    ):
+        for parent, name, layer in layers:
+            setattr(parent, name, NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator))
 
 
 def _replacement(module: nn.Module, chip: Chip) -> nn.Module | None:
