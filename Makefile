@@ -3,7 +3,7 @@
 PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= auto
+WORKERS ?= 0
 export PYTHONDONTWRITEBYTECODE ?= 1
 
 help: ## what there is to do
@@ -30,7 +30,7 @@ demo: venv models ## the main job: cluster, operator, model, a conversation with
 
 # The bytecode (__pycache__, which git ignores) saves each worker and each process that the tests start its compiling.
 test: export PYTHONDONTWRITEBYTECODE =
-test: venv models npu-schemas ## all tests: those that must be alone, then the others in parallel (WORKERS=0: in one process)
+test: venv models npu-schemas ## all tests (WORKERS=auto: in parallel, but for those that must be alone)
 	@alone=0; $(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || alone=$$?; \
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not alone" && exit $$alone
 
