@@ -14,14 +14,13 @@ from functools import partial
 from typing import Literal
 
 import llguidance
-import psutil
 import torch
 
 from reprise_engine import __version__
 from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
 from reprise_engine.attention.base import LayerKV
-from reprise_engine.attention.npu_chip import Chip, chip_of
+from reprise_engine.attention.npu_chip import chip_of
 from reprise_engine.attention.npu_limits import check_npu_flags
 from reprise_engine.config import (
     DEFAULT_BLOCK_SIZE,
@@ -30,15 +29,14 @@ from reprise_engine.config import (
     EngineConfig,
     ResolvedConfig,
 )
-from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.device import limit_cpu_threads, npu_number, resolve_device
 from reprise_engine.errors import ModelError, RepriseError, RequestError
 from reprise_engine.kv.hash_algorithms import block_hasher
 from reprise_engine.kv.pins import pin_budget_blocks
 from reprise_engine.kv_events.config import KVEventsConfig
 from reprise_engine.loop import EngineCore, KVEventSink, Runner
-from reprise_engine.memory import BlockShape, MemoryFacts
-from reprise_engine.memory_probes import cgroup_memory_limit, engine_process_bytes
+from reprise_engine.memory_facts import block_shape, gather_facts, host_slots
+from reprise_engine.memory_probes import cgroup_memory_limit
 from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import find_weights, weight_file_bytes
@@ -51,24 +49,21 @@ from reprise_engine.parallel.group import Group, open_group
 from reprise_engine.parallel.launch import Ranks
 from reprise_engine.parallel.layers import connect_ranks
 from reprise_engine.parallel.runner import LeadingRunner
-from reprise_engine.parallel.shard import Place, check_size
+from reprise_engine.parallel.shard import check_size
 from reprise_engine.parallel.sizing import plan_for_ranks
 from reprise_engine.parallel.slots import SharedSlots
-from reprise_engine.parallel.talk import Allocate, Allocated, Loaded, Meet, Sized, for_others
+from reprise_engine.parallel.talk import Allocate, Allocated, Loaded, Meet, Sized
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
-from reprise_engine.runner.npu_graphs import NPUGraphCapturer, spare_blocks, wanted_sizes
-from reprise_engine.runner.profiling import NPUMemory, profile_npu
+from reprise_engine.runner.npu_graphs import NPUGraphCapturer
+from reprise_engine.runner.profiling import NPUMemory
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.structured.masks import Grammars
 from reprise_engine.structured.vocabulary import grammar_tokenizer
 from reprise_engine.text import load_tokenizer
-from reprise_engine.tier_setup import build_tiers, check_folder, num_host_slots
+from reprise_engine.tier_setup import build_tiers, check_folder
 
 logger = logging.getLogger(__name__)
-
-# Of the tokenizer for structured output, which the first request that wants some brings in (measured at 850).
-_GRAMMAR_BYTES_PER_TOKEN = 1024
 
 
 def build_core(
@@ -184,9 +179,9 @@ def _build(
         if promises is not None:
             promises.promise(facts.activations + facts.host_tier + plan.num_blocks * shape.bytes_per_block)
         if ranks is not None:
-            shared = ranks.share_slots(_num_slots(config, shape), part_bytes=shape.bytes_per_block)
+            shared = ranks.share_slots(host_slots(config, shape), part_bytes=shape.bytes_per_block)
             # Their promises are theirs, and nobody else may plan before they are made.
-            ranks.tell(Allocate(num_blocks=plan.num_blocks, num_slots=_num_slots(config, shape)))
+            ranks.tell(Allocate(num_blocks=plan.num_blocks, num_slots=host_slots(config, shape)))
             ranks.hear(Allocated)
     logger.info("%s", plan.explanation)
 
@@ -296,11 +291,6 @@ def _meet(ranks: Ranks, model: LoadedModel) -> Group:
     return group
 
 
-def _num_slots(config: EngineConfig, shape: BlockShape) -> int:
-    """Of host memory, each with a block's parts on all ranks. `shape` is that of one part."""
-    return num_host_slots(config.cache, bytes_per_block=config.tensor_parallel_size * shape.bytes_per_block)
-
-
 def make_kv_cache(model: LoadedModel, *, num_blocks: int, block_size: int) -> tuple[LayerKV, ...]:
     """The pool, on the model's device."""
     return allocate_kv_cache(
@@ -319,85 +309,3 @@ def choose_block_size(cache: CacheConfig, device: Literal["cpu", "npu"]) -> int:
     if device == "cpu":
         return cache.block_size or DEFAULT_BLOCK_SIZE
     return cache.block_size or NPU_BLOCK_SIZE
-
-
-def gather_facts(
-    model: LoadedModel,
-    config: EngineConfig,
-    npu_memory: NPUMemory | None,
-    *,
-    native: bool,
-    promised: int,
-    shape: BlockShape,
-    max_model_len: int,
-    place: Place | None,
-) -> MemoryFacts:
-    """What the plan is computed from, as this process, of the rank at `place`, sees it. On an NPU it runs the largest
-    step, as all ranks do at once."""
-    weights = model.weight_bytes
-    leads = place is None or place.rank == 0
-    machine, limit = psutil.virtual_memory(), cgroup_memory_limit()
-    host_tier = _num_slots(config, shape) * shape.bytes_per_block
-    host_memory = machine.total if limit is None else limit
-    if npu_memory is not None:
-        peak = profile_npu(
-            model,
-            config.scheduler,
-            npu_memory,
-            block_size=shape.block_size,
-            max_model_len=max_model_len,
-            graph_sizes=wanted_sizes(
-                # Ranks meet in each layer, and what they say there is not captured.
-                enforce_eager=config.enforce_eager or place is not None,
-                can_capture=chip_of(model.device) is not Chip.P310,
-                environment=os.environ,
-                max_num_seqs=config.scheduler.max_num_seqs,
-            ),
-            of_rank=(lambda step: step) if leads else for_others,
-        )
-        num_spare = spare_blocks(peak.graph_sizes, block_size=shape.block_size)
-        return MemoryFacts(
-            device="npu",
-            total=npu_memory.total,
-            limit=None,
-            free=npu_memory.free,
-            weights=max(weights, peak.weights),
-            process=peak.other,
-            activations=peak.activations,
-            host_tier=host_tier,
-            host_memory=host_memory,
-            graphs=peak.graphs + num_spare * shape.bytes_per_block,
-            graph_sizes=peak.graph_sizes,
-            spare_blocks=num_spare,
-        )
-    return MemoryFacts(
-        device="cpu",
-        total=machine.total,
-        limit=limit,
-        free=machine.available,
-        weights=weights,
-        process=engine_process_bytes(weights=weights, api_process=leads)
-        + (model.spec.vocab_size * _GRAMMAR_BYTES_PER_TOKEN if leads else 0),
-        activations=estimate_cpu_activations(
-            model.spec,
-            LargestStep.of(config.scheduler, max_model_len=max_model_len),
-            native=native,
-            kv_element_bytes=model.kv_dtype.itemsize,
-            quantized=model.quantization is not None,
-            threads=torch.get_num_threads(),
-            place=place,
-        ),
-        host_tier=host_tier,
-        host_memory=host_memory,
-        promised=promised,
-    )
-
-
-def block_shape(model: LoadedModel, block_size: int) -> BlockShape:
-    """What a block costs this rank."""
-    spec = model.spec
-    return BlockShape(
-        block_size=block_size,
-        bytes_per_block=block_size * spec.kv_bytes_per_token(bytes_per_element=model.kv_dtype.itemsize),
-        tensor_elements_per_block=2 * block_size * spec.num_kv_heads * spec.head_dim,
-    )

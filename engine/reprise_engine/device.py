@@ -49,10 +49,10 @@ def resolve_device(requested: Device, *, rank: int = 0, size: int = 1) -> torch.
     return torch.device("cpu")
 
 
-def settle_torch_npu(requested: Device) -> None:
+def settle_torch_npu(requested: Device, *, rank: int = 0, size: int = 1) -> None:
     """To be called in a process of ours before transformers is imported: where the device is not an NPU, torch_npu is
     hidden from it. Raises as `resolve_device`."""
-    if is_torch_npu_installed() and resolve_device(requested).type != "npu":
+    if is_torch_npu_installed() and resolve_device(requested, rank=rank, size=size).type != "npu":
         hide_torch_npu()
 
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 
 from reprise_engine.config import ResolvedConfig
-from reprise_engine.errors import OutOfMemory, RankDied, RepriseError
+from reprise_engine.errors import DeviceError, OutOfMemory, RankDied, RepriseError
 from reprise_engine.loop import EngineCore
 from reprise_engine.messages import (
     Abort,
@@ -162,7 +162,7 @@ def serve(connection: Connection) -> int:
         if is_torch_npu_installed():
             from reprise_engine.device import settle_torch_npu  # only here: a test's engine needs no torch
 
-            settle_torch_npu(start.config.device)
+            settle_torch_npu(start.config.device, size=start.config.tensor_parallel_size)
         core, resolved = _resolve(start.builder)(start.config, progress=progress)
     except RepriseError as error:
         send(StartupFailed(_sendable(error)))
@@ -191,7 +191,9 @@ def serve(connection: Connection) -> int:
 
 def _last_words(error: Exception) -> Died:
     cause = (
-        error if isinstance(error, OutOfMemory) else as_out_of_memory(error, Phase.RUNNING) or as_device_error(error)
+        error
+        if isinstance(error, OutOfMemory | DeviceError)
+        else as_out_of_memory(error, Phase.RUNNING) or as_device_error(error)
     )
     message = str(error) if isinstance(error, RankDied) else f"{type(error).__name__}: {error}"
     return Died(message=message, details="".join(traceback.format_exception(error)), cause=cause)

@@ -141,6 +141,11 @@ WARMUP: Spec = {"prefixCaching": {"warmup": {"prompts": ["You are"], "timeoutSec
         ({"runtime": {"extraArgs": ["--max_num_seqs=7"]}}, "engine.scheduler.max_num_seqs", 7),
         ({"runtime": {"extraArgs": ["--quantization", "ascend"]}}, "engine.model.quantization", "ascend"),
         (
+            {"accelerator": {"profile": "ascend910c"}, "runtime": {"extraArgs": ["-q", "ascend"]}},
+            "engine.tensor_parallel_size",
+            1,
+        ),
+        (
             {"runtime": {"extraArgs": ["--override-generation-config", '{"temperature": 0, "stop": ["a b"]}']}},
             "override_generation_config",
             {"temperature": 0, "stop": ["a b"]},

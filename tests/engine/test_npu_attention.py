@@ -16,6 +16,8 @@ from reprise_engine.errors import ConfigError
 from tests.engine.npu_scenes import Case, Scene, as_bskh, make_scene
 from tests.support.npu import npu_operators
 
+pytestmark = pytest.mark.usefixtures("npu_wheel")
+
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

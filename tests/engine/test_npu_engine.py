@@ -16,6 +16,8 @@ from reprise_engine.attention.npu_chip import Chip
 from tests.engine.npu_engine import BLOCK, CPU, Engine, Judge, make_engine, prompt_of
 from tests.support.npu import npu_operators
 
+pytestmark = pytest.mark.usefixtures("npu_wheel")
+
 PROMPT = prompt_of(300, seed=1)
 """Two blocks and 44 tokens."""
 

@@ -31,6 +31,8 @@ from reprise_engine.step import BlockId, ScheduledRequest, Step
 from tests.engine.npu_engine import CPU, load, prompt_of
 from tests.support.npu import npu_operators
 
+pytestmark = pytest.mark.usefixtures("npu_wheel")
+
 FAMILIES = ("qwen2", "qwen2-sliding", "qwen3", "qwen3-moe", "llama")
 SEQUENCES = (prompt_of(40, seed=1), prompt_of(7, seed=2), prompt_of(1, seed=3))
 

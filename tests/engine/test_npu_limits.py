@@ -109,6 +109,7 @@ def test_flags_that_the_operators_refuse_are_told_at_load() -> None:
 # --- the pool and its copies
 
 
+@pytest.mark.usefixtures("npu_wheel")
 @pytest.mark.parametrize("layout", KVLayout)
 def test_a_layer_knows_its_blocks_in_every_layout(layout: KVLayout) -> None:
     with npu_operators("310P"):

@@ -30,6 +30,8 @@ from tests.support.npu import npu_operators
 from tests.support.tiny_models import tiny_model_path
 from tests.support.w8a8 import Range, dynamic_tensors, quantize_model, static_tensors
 
+pytestmark = pytest.mark.usefixtures("npu_wheel")
+
 HALVES = [torch.bfloat16, torch.float16]
 
 

@@ -49,7 +49,7 @@ MIN_SECRET_LENGTH = 16
 _NOT_SUPPORTED = {
     "tool-parser-plugin": "the formats of tool calls are built in",
     "reasoning-parser-plugin": "the formats of reasoning are built in",
-    "pipeline-parallel-size": "one process serves the model",
+    "pipeline-parallel-size": "use --tensor-parallel-size",
     "data-parallel-size": "run several replicas instead",
     "speculative-config": "speculative decoding is not supported",
     "enable-lora": "LoRA adapters are not supported",

@@ -124,11 +124,12 @@ def load_model(
     chip = chip_of(device) if device.type == "npu" else None
     dtype = choose_dtype(config.dtype, spec, files, device="cpu" if chip is None else "npu", chip=chip)
     if chip is not None:
+        seen = spec if place is None else rank_spec(spec, place.size)  # by the operators
         check_npu_model(
             chip,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_heads=seen.num_heads,
+            num_kv_heads=seen.num_kv_heads,
+            head_dim=seen.head_dim,
             dtype=dtype,
         )
         if plan is not None:

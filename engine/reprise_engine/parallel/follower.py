@@ -12,11 +12,13 @@ from typing import Literal
 
 from reprise_engine.allocator import return_freed_memory
 from reprise_engine.attention import create_attention_backend
-from reprise_engine.core import block_shape, choose_block_size, gather_facts, make_kv_cache, make_promises
+from reprise_engine.core import choose_block_size, make_kv_cache, make_promises
 from reprise_engine.device import limit_cpu_threads, resolve_device
 from reprise_engine.errors import RepriseError
+from reprise_engine.memory_facts import block_shape, gather_facts
 from reprise_engine.models.loader import load_model
 from reprise_engine.native import load_kernels
+from reprise_engine.npu_troubles import as_device_error
 from reprise_engine.out_of_memory import Phase, as_out_of_memory, naming_phase
 from reprise_engine.parallel.group import Group, LostRank, open_group
 from reprise_engine.parallel.layers import connect_ranks
@@ -31,9 +33,8 @@ from reprise_engine.step import Step
 logger = logging.getLogger(__name__)
 
 
-def follow(connection: Connection) -> int:
+def follow(join: Join, connection: Connection) -> int:
     """Until rank 0 hangs up. Returns the exit code."""
-    join: Join = connection.recv()
     _configure_logging(join)
     phase = Phase.START
     try:
@@ -47,7 +48,7 @@ def follow(connection: Connection) -> int:
         return 0  # rank 0 is gone, or wants no more
     except (Exception, MemoryError) as error:
         logger.debug("rank %d cannot go on", join.place.rank, exc_info=True)
-        told = as_out_of_memory(error, phase) or error
+        told = as_out_of_memory(error, phase) or as_device_error(error) or error
         with suppress(OSError):
             connection.send(Failed(error=_sendable(told), lost_others=isinstance(error, LostRank)))
         return 1

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from reprise_engine.config import EngineConfig
 from reprise_engine.engine_process import process_environment
-from reprise_engine.errors import OutOfMemory, RankDied, RepriseError
+from reprise_engine.errors import DeviceError, OutOfMemory, RankDied, RepriseError
 from reprise_engine.parallel import slots
 from reprise_engine.parallel.shard import FLAG, Place
 from reprise_engine.parallel.slots import SharedSlots
@@ -254,7 +254,7 @@ class Ranks:
     def _failed(self, rank: int, failed: Failed) -> RepriseError:
         if self._on_death is None and isinstance(failed.error, RepriseError):
             return failed.error  # at the start: a wrong flag, a damaged model
-        if isinstance(failed.error, OutOfMemory):
+        if isinstance(failed.error, OutOfMemory | DeviceError):
             return failed.error  # whoever watches reads how it begins
         return RankDied(f"Rank {rank} of {self._size} failed: {failed.error}. {_TOGETHER}")
 

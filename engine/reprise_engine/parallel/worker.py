@@ -13,6 +13,10 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+from reprise_engine.errors import RepriseError
+from reprise_engine.npu_environment import is_torch_npu_installed
+from reprise_engine.parallel.talk import Failed, Join
+
 
 def _end_with_parent(lifeline: int) -> None:
     os.read(lifeline, 1)
@@ -28,10 +32,21 @@ def main() -> int:
     os.set_inheritable(lifeline, False)
     threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
     with Connection(socket) as connection:
-        # Only now, since it takes seconds: whoever ends meanwhile is found out by the thread.
+        try:
+            join: Join = connection.recv()
+            if is_torch_npu_installed():
+                from reprise_engine.device import settle_torch_npu  # here and below: it takes seconds
+
+                settle_torch_npu(join.config.device, rank=join.place.rank, size=join.place.size)
+        except (EOFError, ConnectionResetError):
+            return 0  # rank 0 is gone
+        except RepriseError as error:
+            connection.send(Failed(error=error, lost_others=False))
+            return 1
+        # Whoever ends meanwhile is found out by the thread.
         from reprise_engine.parallel.follower import follow
 
-        return follow(connection)
+        return follow(join, connection)
 
 
 if __name__ == "__main__":

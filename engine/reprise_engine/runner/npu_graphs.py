@@ -120,12 +120,12 @@ def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
 def wanted_sizes(
     *, enforce_eager: bool, can_capture: bool, environment: Mapping[str, str], max_num_seqs: int
 ) -> tuple[int, ...]:
-    """Sizes to capture on an NPU, () for eager steps only: asked for, or on a chip that cannot capture (310P), or where
-    operators are to be launched one by one, which no capture allows."""
+    """Sizes to capture on an NPU, () for eager steps only: asked for, or where the chip (310P) or the model (a mixture)
+    cannot be captured, or where operators are to be launched one by one, which no capture allows."""
     if enforce_eager:
         return ()
     if not can_capture:
-        logger.info("decode steps run eagerly: this NPU captures no graphs")
+        logger.info("decode steps run eagerly: this chip, or this model, captures no graphs")
         return ()
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
         logger.info("decode steps run eagerly: ASCEND_LAUNCH_BLOCKING is 1")

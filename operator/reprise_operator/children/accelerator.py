@@ -8,7 +8,7 @@ from typing import Any
 
 from reprise_operator.children.profiles import PROFILES, Profile
 from reprise_operator.resource import InferenceService
-from reprise_operator.spec_types import DriverMode
+from reprise_operator.spec_types import DriverMode, Runtime
 
 HWHIAIUSER_GROUP = 1000
 """Group of /dev/davinci* on a node with the Ascend driver; a container without CAP_DAC_OVERRIDE must be in it."""
@@ -49,6 +49,18 @@ def device_count(service: InferenceService) -> int:
         return 0
     least = 1 if is_virtual(service.spec.accelerator.resource_name) else profile.minimum
     return service.spec.accelerator.count or least
+
+
+def rank_count(service: InferenceService) -> int:
+    """Devices of one pod that compute together. Our engine does not divide quantised layers: of a card one device has
+    them all."""
+    quantised = service.spec.runtime.name is Runtime.REPRISE and is_quantised(service.spec.runtime.extra_args)
+    return min(1, device_count(service)) if quantised else device_count(service)
+
+
+def is_quantised(arguments: Sequence[str]) -> bool:
+    """Whether the user asks the engine for quantised weights."""
+    return any(argument.partition("=")[0] in ("--quantization", "-q") for argument in arguments)
 
 
 def container_resources(service: InferenceService) -> dict[str, dict[str, Any]]:

