@@ -21,7 +21,10 @@ from reprise_engine.native.build import library_path
 from tests.support.w8a8 import quantize_model
 
 MIB = 1024**2
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and sets glibc's thresholds")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and sets glibc's thresholds"),
+]
 
 # max_num_batched_tokens, max_num_seqs, max_model_len: a long prompt, one that ends a long context, many rows to sample.
 CASES = [(2048, 1, 2048), (512, 1, 8192), (64, 48, 512)]

@@ -57,9 +57,9 @@ def part_bytes(folder: Path) -> int:
 
 
 async def half_of_it(folder: Path) -> int:
-    """Waits until the half that the hub sends before its gate is on the volume; bytes."""
+    """Waits until the half that the hub sends before its gate is on the volume, and no other file under way; bytes."""
     async with asyncio.timeout(60):
-        while (size := part_bytes(folder)) < len(WEIGHTS) // 2:  # noqa: ASYNC110 - nothing tells of a file that grows
+        while (size := part_bytes(folder)) != len(WEIGHTS) // 2:  # noqa: ASYNC110 - nothing tells of a file that grows
             await asyncio.sleep(0.02)
     return size
 

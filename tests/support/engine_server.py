@@ -93,7 +93,7 @@ def running_server(options: ServerOptions, *, ready: bool = True) -> Iterator[Ru
         server.join()
 
 
-def wait_healthy(server: RunningServer, *, seconds: float = 60) -> None:
+def wait_healthy(server: RunningServer, *, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while server.client.get("/health").status_code != 200:
         assert server.result is None, f"the server ended: {server.result!r}"
