@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from reprise_engine.config import EngineConfig, ModelConfig
+from reprise_engine.config import CacheConfig, EngineConfig, ModelConfig
 from reprise_engine.engine_process import EngineProcess
-from reprise_engine.messages import Start
+from reprise_engine.messages import LoadProgress, Ready, Start
 from reprise_engine.npu_environment import npu_settings
 from reprise_engine.npu_turns import npu_turn
+from tests.support.tiny_models import tiny_model_path
 
 NPU = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "1"}
 GROWING = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
@@ -93,6 +94,31 @@ def test_a_broken_torch_npu_does_not_break_the_import_of_torch(tmp_path: Path) -
     assert started.returncode == 2, started.stderr
     assert "--device is npu, but torch_npu cannot be imported: The Ascend driver is not visible here." in started.stderr
     assert "Traceback" not in started.stderr
+
+
+def test_ranks_on_a_cpu_never_meet_a_broken_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports it wherever it is installed, in each of their processes."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')")
+    info = tmp_path / "torch_npu-2.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    config = EngineConfig(
+        model=ModelConfig(model=str(tiny_model_path("qwen3"))),
+        cache=CacheConfig(num_gpu_blocks_override=16),
+        device="cpu",
+        tensor_parallel_size=2,
+    )
+    engine = EngineProcess(Start(config))
+    try:
+        while isinstance(told := engine.connection.recv(), LoadProgress):
+            pass
+        assert isinstance(told, Ready), told
+    finally:
+        engine.kill()
+        engine.process.wait(60)
+        engine.connection.close()
+        engine.let_go()
 
 
 def test_engines_of_one_npu_start_one_after_the_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
