@@ -141,7 +141,7 @@ WARMUP: Spec = {"prefixCaching": {"warmup": {"prompts": ["You are"], "timeoutSec
         ({"runtime": {"extraArgs": ["--max_num_seqs=7"]}}, "engine.scheduler.max_num_seqs", 7),
         ({"runtime": {"extraArgs": ["--quantization", "ascend"]}}, "engine.model.quantization", "ascend"),
         (
-            {"accelerator": {"profile": "ascend910c"}, "runtime": {"extraArgs": ["-q", "ascend"]}},
+            {"accelerator": {"profile": "ascend910c"}, "runtime": {"extraArgs": ["-qascend"]}},
             "engine.tensor_parallel_size",
             1,
         ),

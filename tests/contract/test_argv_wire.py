@@ -178,9 +178,9 @@ def test_each_error_that_ends_a_start_has_a_reason_of_its_own() -> None:
         if issubclass(cls, errors.RepriseError) and not issubclass(cls, errors.RequestError)
     }
     bases = {"RepriseError", "ModelError"}
-    # Not at a start: the server is up, and its container is restarted, or it goes on.
-    later = {"EngineDead", "EngineStopped", "SlowReader"}
-    later.add("RankDied")  # told in its own words, as any crash; what is a device's or a memory's fault comes as that
+    # Not at a start: the server is up, and its container is restarted, or it goes on. A rank that dies at a start is
+    # told in its own words, as any crash; where its device or its memory is the cause, the error is one of those.
+    later = {"EngineDead", "EngineStopped", "SlowReader", "RankDied"}
     fetching = {name for name in fatal if issubclass(getattr(errors, name), errors.FetchError)}  # test_fetch_argv.py
     assert fatal - bases - later - fetching == {
         *("ConfigError", "DeviceError", "InsufficientMemory", "OutOfMemory"),

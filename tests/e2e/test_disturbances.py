@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conversation import Conversation
+from tests.e2e.serving import Serving, serving
 from tests.e2e.site import Deployed, Site
-from tests.e2e.test_rollouts import Serving, serving
 from tests.support.kubectl import KubectlFailed, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.timeout(600)]

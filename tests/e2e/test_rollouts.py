@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.e2e.serving import serving
 from tests.e2e.site import Deployed, Site
 from tests.support.kubectl import eventually
 
@@ -23,32 +23,6 @@ BAD_FLAG = [*SOUND, "--no-such-flag"]
 BAD_START = ["--num-gpu-blocks-override=1", "--max-num-seqs=4"]
 
 
-class Serving:
-    """Looks, whenever it is asked to, that the service serves."""
-
-    def __init__(self, service: Deployed, url: str | None) -> None:
-        self.service = service
-        self.url = url
-
-    def while_waiting_for(self, look: Callable[[], Any], what: str, *, within: float = 240) -> Any:
-        def guarded() -> Any:
-            self.check()
-            return look()
-
-        return eventually(guarded, what, within=within)
-
-    def check(self) -> None:
-        ready = [
-            pod["metadata"]["name"]
-            for pod in self.service.pods()
-            for condition in pod.get("status", {}).get("conditions") or ()
-            if (condition["type"], condition["status"]) == ("Ready", "True")
-        ]
-        assert ready, f"no pod serves: {self.service.status().get('conditions')}"
-        if self.url is not None:
-            assert httpx.get(f"{self.url}/v1/models", timeout=30).status_code == 200
-
-
 def condition(service: Deployed, reason: str) -> Callable[[], str | None]:
     def look() -> str | None:
         body = service.body()
@@ -57,11 +31,6 @@ def condition(service: Deployed, reason: str) -> Callable[[], str | None]:
         return found["message"] if fresh and (found["status"], found["reason"]) == ("True", reason) else None
 
     return look
-
-
-def serving(service: Deployed, url: str) -> Serving:
-    # A port-forward holds on to one pod; the proxy of our own cluster goes by the endpoints, as kube-proxy does.
-    return Serving(service, url if service.site.requests is not None else None)
 
 
 def test_one_pod_and_a_bad_flag(site: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,17 +175,21 @@ class PlainReference:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "opt"])
 def test_a_model_generates_what_transformers_does_with_plain_layers(family: str, tmp_path: Path) -> None:
     folder = quantized(tmp_path / "quantized", family)
+    prompts = [PROMPT, *([start, *PROMPT[1:]] for start in range(20, 24))]
     options = EngineOptions(model=str(folder), quantization="ascend", device="cpu")
-    engine = InProcessEngine(engine_config(options, caching=True, lengths=[80, 80]))
+    engine = InProcessEngine(engine_config(options, caching=True, lengths=[80] * len(prompts)))
     reference = PlainReference(tiny_model_path(family), folder)
     for name in ("cold", "warm"):
-        [answer] = engine.generate([PROMPT], max_tokens=24, logprobs=8)
-        verdict = judge(Prompted(name, 0, PROMPT), [("cold", answer)], reference, tolerance=0.1).verdicts[0]
-        # A float that rounds otherwise in its last bit is another int8 in one of some 100,000 activations, and a few of
-        # these move a logit by a tenth or two. The layers alone are equal to the bit, above.
-        assert verdict.broken is None
-        assert verdict.max_error < 0.4
-        assert answer.cached_tokens == (0 if name == "cold" else len(PROMPT) - 1)
+        errors = []
+        for prompt in prompts:
+            [answer] = engine.generate([prompt], max_tokens=24, logprobs=8)
+            verdict = judge(Prompted(name, 0, tuple(prompt)), [("cold", answer)], reference, tolerance=0.1).verdicts[0]
+            assert verdict.broken is None
+            assert answer.cached_tokens == (0 if name == "cold" else len(prompt) - 1)
+            errors.append(verdict.max_error)
+        # A float that rounds otherwise in its last bit is another int8 in one of some 100,000 activations, which all
+        # tokens after it show. Most prompts meet none.
+        assert statistics.median(errors) < 0.05
 
 
 def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:

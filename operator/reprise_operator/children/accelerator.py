@@ -23,6 +23,7 @@ _DRIVER_PATHS = (
 
 
 VOLCANO = "volcano"
+_QUANTIZATION = re.compile(r"--quantization(=|$)|-q")
 _VIRTUAL = re.compile(r"^huawei\.com/Ascend(910|310P)-\d+c(\.[a-z0-9.]+)?$")
 
 
@@ -60,7 +61,7 @@ def rank_count(service: InferenceService) -> int:
 
 def is_quantised(arguments: Sequence[str]) -> bool:
     """Whether the user asks the engine for quantised weights."""
-    return any(argument.partition("=")[0] in ("--quantization", "-q") for argument in arguments)
+    return any(_QUANTIZATION.match(argument) for argument in arguments)
 
 
 def container_resources(service: InferenceService) -> dict[str, dict[str, Any]]:
