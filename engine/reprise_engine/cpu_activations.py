@@ -28,6 +28,9 @@ _MASK_BYTES = _TILE_ROWS * 6
 # Widened weights (models/upcast.py), torch's own buffers, and those that MKL keeps for packed matrices, the head's on
 # many rows among them (measured), each thread.
 _PLAIN_BYTES_PER_THREAD = 8 * _MIB
+# The same where layers are quantised and the head is the kernels': int8 weights are not widened, and MKL packs nothing.
+# What is left is oneDNN's, of its products of int8 (measured: 1 to 4 MiB).
+_QUANTIZED_BYTES_PER_THREAD = 4 * _MIB
 # Rows sampled at once (sampler.py) and the bytes one of their scores takes: the score, the sorted ones with their
 # tokens, probabilities and their sums, masks.
 _SAMPLED_ROWS = 16
@@ -89,7 +92,8 @@ def estimate_cpu_activations(
     # What all ranks' parts of a sum take, beside the one that was computed.
     parts = 0 if place is None else place.size * hidden
     layers = 4 * hidden + max(attention, mlp, parts)
-    return max(layers, head) + threads * _PLAIN_BYTES_PER_THREAD + told
+    kept = _QUANTIZED_BYTES_PER_THREAD if native and quantized else _PLAIN_BYTES_PER_THREAD
+    return max(layers, head) + threads * kept + told
 
 
 def _native_scratch(spec: ModelSpec, step: LargestStep) -> int:
