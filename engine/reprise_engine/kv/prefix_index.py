@@ -49,9 +49,12 @@ class Branch:
         return self.order[max(place - 1, 0) : place + 1]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, init=False)
 class Node(Branch):
-    """A block in the index. Compared by identity; a node is valid while its block is referenced or stays cached."""
+    """A block in the index. Compared by identity; a node is valid while its block is referenced or stays cached.
+
+    Made by position: a long prompt enters hundreds, and names of arguments would be a tenth of a block's cost.
+    """
 
     parent: Node | None = field(repr=False)
     extra_keys: ExtraKeys
@@ -61,6 +64,23 @@ class Node(Branch):
     """None of a tail."""
     tier_key: BlockKey | None = None
     """The tiers' name of it, where that is another one and was needed."""
+
+    def __init__(
+        self,
+        parent: Node | None,
+        extra_keys: ExtraKeys,
+        tokens: TokenBytes,
+        block: BlockId,
+        block_hash: BlockHash | None,
+    ) -> None:
+        self.children = None
+        self.order = None
+        self.parent = parent
+        self.extra_keys = extra_keys
+        self.tokens = tokens
+        self.block = block
+        self.block_hash = block_hash
+        self.tier_key = None
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +172,11 @@ class PrefixIndex:
             assert parent.block_hash is not None, "nothing goes on behind a tail"
             names = keys_of_block(extra_keys, first=False) if extra_keys else ()
             block_hash = self._hasher(parent.block_hash, tokens, names)
+            if parent.children is None and block not in self._nodes:
+                # Nearly every block of a new prompt: all of `_enter` that applies, without its call.
+                node = self._nodes[block] = Node(parent, extra_keys, tokens, block, block_hash)
+                parent.children = {tokens: node}
+                return node
         return self._enter(branch, parent, extra_keys, tokens, block, block_hash)
 
     def insert_tail(
@@ -254,7 +279,7 @@ class PrefixIndex:
     ) -> Node:
         if block in self._nodes:
             raise RuntimeError(f"block {block} is in the prefix index under other tokens; it must be removed first")
-        node = Node(parent=parent, extra_keys=extra_keys, tokens=tokens, block=block, block_hash=block_hash)
+        node = Node(parent, extra_keys, tokens, block, block_hash)
         if branch.children is None:
             branch.children = {tokens: node}
         else:
