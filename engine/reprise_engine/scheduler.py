@@ -116,6 +116,7 @@ class Scheduler:
             blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=not sampling.reads_prefix_cache),
             pin=request.pin,
             explain_cache=request.explain_cache,
+            isolated=request.isolated,
             arrival=request.arrival_time,
         )
         self._states[request.request_id] = state

@@ -17,8 +17,10 @@ def world(num_blocks: int = 16, *, caching: bool = True) -> World:
     return World(num_blocks=num_blocks, block_size=BLOCK, enable_prefix_caching=caching)
 
 
-def explain(world: World, prompt: list[int], *, salt: str | None = None, max_tokens: int = 1) -> CacheExplanation:
-    request_id = world.run(prompt, max_tokens=max_tokens, salt=salt)
+def explain(
+    world: World, prompt: list[int], *, salt: str | None = None, max_tokens: int = 1, isolated: bool = False
+) -> CacheExplanation:
+    request_id = world.run(prompt, max_tokens=max_tokens, salt=salt, isolated=isolated)
     found, explanation = world.scheduler.inspect_prefix_cache().recent[-1]
     assert found == request_id
     assert explanation.cached_tokens == world.cached(request_id)
@@ -113,11 +115,20 @@ def test_another_salt_is_a_reason_for_a_beginning_only() -> None:
     assert why(it, [1, 2, 3, 4, 5, 6, 7, 8]) == (MissReason.DIVERGED, 4)
 
 
-def test_a_tenant_is_not_told_of_others() -> None:
-    explanation = CacheExplanation(prompt_tokens=5, cached_tokens=0, reason=MissReason.OTHER_SALT)
-    assert explanation.without_other_salts().reason is MissReason.NOT_SEEN
-    explanation = CacheExplanation(prompt_tokens=5, cached_tokens=2, reason=MissReason.DIVERGED)
-    assert explanation.without_other_salts() is explanation
+@pytest.mark.parametrize("own", [[], [1, 2, 77, 78, 79]], ids=["nothing", "another way"])
+@pytest.mark.parametrize("guess", [PROMPT[:3], PROMPT[:6], PROMPT])
+def test_a_tenant_is_told_the_same_whether_others_have_sent_its_prompt_or_not(own: list[int], guess: list[int]) -> None:
+    told: list[tuple[CacheExplanation, tuple[int, ...]]] = []
+    for others in ([], guess):
+        it = world()
+        for prompt, salt in ((others, "theirs"), (own, "own")):
+            if prompt:
+                it.run(prompt, salt=salt)
+        before = it.scheduler.stats().prefix_cache_misses
+        explanation = explain(it, guess, salt="own", isolated=True)
+        after = it.scheduler.stats().prefix_cache_misses
+        told.append((explanation, tuple(now - then for now, then in zip(after, before, strict=True))))
+    assert told[0] == told[1]
 
 
 def test_there_was_no_room_for_the_copy() -> None:

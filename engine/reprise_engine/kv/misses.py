@@ -52,18 +52,20 @@ def why_it_ended(
     source_tokens: int,
     rest: TokenBytes,
     block_bytes: int,
+    other_salts: bool,
 ) -> MissReason:
     """The reason that a lookup got no further.
 
     `tip` is the last whole block that matched, `rest` what the prompt has behind it, up to a block; `source_tokens` of
-    it matched in `source`.
+    it matched in `source`. What is cached under other salts is looked at only with `other_salts`: another word in the
+    place of OTHER_SALT would tell of it as well, since it stands where something else would.
     """
     # What could have matched more: the whole block, or a tail that ends somewhere in the rest.
     lengths = range(len(rest), source_tokens * TOKEN_BYTES, -TOKEN_BYTES)
     missed = [TokenBytes(rest[:length]) for length in lengths]
     if any(place(tip, extra_keys, tokens) in evicted for tokens in missed):
         return MissReason.EVICTED
-    if tip is None and any(index.is_a_beginning(tokens) for tokens in missed):
+    if other_salts and tip is None and any(index.is_a_beginning(tokens) for tokens in missed):
         return MissReason.OTHER_SALT
     if tip is None and source is None:
         return MissReason.SHORTER_THAN_BLOCK if len(rest) < block_bytes else MissReason.NOT_SEEN
