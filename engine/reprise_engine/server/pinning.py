@@ -161,5 +161,8 @@ def _read(file: Path) -> list[tuple[int, PinBody | str]]:
         try:
             prompts.append((number, PinBody.model_validate_json(line)))
         except ValidationError as error:
-            prompts.append((number, describe(error.errors())[0]))
+            wrong = error.errors()
+            # Of a line that is no object at all it would speak as of a request.
+            told = describe(wrong)[0] if wrong[0]["loc"] else f"It must be a JSON object. {wrong[0]['msg']}."
+            prompts.append((number, told))
     return prompts
