@@ -44,7 +44,7 @@ class CacheAccounting:
             self.queries += state.prompt_length
             self.hits += used.num_tokens
             self._count_tiers(state.prompt_length, used.num_tokens, from_tiers or {})
-        reason = self._kv.why_no_more(state.blocks, state.tokens, match, used)
+        reason = self._kv.why_no_more(state.blocks, state.tokens, match, used, other_salts=not state.isolated)
         if reason is not None:
             i = _PLACES[reason]
             self.misses = (*self.misses[:i], self.misses[i] + 1, *self.misses[i + 1 :])

@@ -5,7 +5,7 @@ Plain frozen data that crosses the process boundary; made by `kv/misses.py` and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -19,7 +19,7 @@ class MissReason(Enum):
     EVICTED = "evicted"
     """What comes next was cached, and its block has been given to something else."""
     OTHER_SALT = "other_salt"
-    """It is cached under another salt."""
+    """It is cached under another salt. Not told, nor counted, where salts keep API keys apart."""
     SHORTER_THAN_BLOCK = "shorter_than_block"
     """The prompt is shorter than a block: it is cached by a request that has ended, not by one that runs."""
     DIVERGED = "diverged"
@@ -92,10 +92,6 @@ class CacheExplanation:
     @property
     def message(self) -> str:
         return _MESSAGES[self.reason].format(end=self.cached_tokens)
-
-    def without_other_salts(self) -> CacheExplanation:
-        """For an answer to one tenant: that another one has sent the same prompt is not its business."""
-        return replace(self, reason=MissReason.NOT_SEEN) if self.reason is MissReason.OTHER_SALT else self
 
     def as_json(self) -> dict[str, object]:
         explained: dict[str, object] = {

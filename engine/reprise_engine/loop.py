@@ -46,8 +46,13 @@ class KVEventSink(Protocol):
     def dropped(self) -> int: ...
 
     @property
+    def owes_snapshot(self) -> bool:
+        """Whether something was lost, so that a batch must follow that says all that is cached."""
+        ...
+
+    @property
     def wants_snapshot(self) -> bool:
-        """Whether something was lost, so that the next batch should say all that is cached."""
+        """Whether that batch would be taken now."""
         ...
 
     def publish(self, events: Sequence[KVEvent]) -> None: ...
@@ -117,6 +122,8 @@ class EngineCore:
             self._publish()  # a request that waits for the disk may have pushed others out
             if len(self._grammars) and not self._scheduler.has_work():
                 self._grammars.wait(_DISK_PATIENCE)
+            elif self._owes_snapshot and not (self._scheduler.has_work() or self._scheduler.has_background_work()):
+                time.sleep(_DISK_PATIENCE)  # until the queue of batches has room
             else:
                 self._scheduler.wait(_DISK_PATIENCE)
             return refused
@@ -142,8 +149,9 @@ class EngineCore:
         return tuple(refused)
 
     def has_background_work(self) -> bool:
-        """Whether step() has something to do besides requests: blocks are on their way to the disk."""
-        return self._scheduler.has_background_work()
+        """Whether step() has something to do besides requests: blocks are on their way to the disk, or consumers of
+        events lost some, and learn of it only when something follows."""
+        return self._scheduler.has_background_work() or self._owes_snapshot
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Ends every request and carries down what is to go to the disk. False where the time did not suffice.
@@ -198,7 +206,15 @@ class EngineCore:
         """See `Scheduler.inspect_prefix_cache`."""
         return self._scheduler.inspect_prefix_cache()
 
+    @property
+    def _owes_snapshot(self) -> bool:
+        return self._kv_events is not None and self._kv_events.owes_snapshot
+
     def _publish(self) -> None:
         sink, kv = self._kv_events, self._scheduler.kv
-        if sink is not None and (events := kv.take_events()):
-            sink.publish(kv.snapshot_events() if sink.wants_snapshot else events)
+        if sink is None:
+            return
+        if sink.wants_snapshot:
+            sink.publish(kv.snapshot_events())
+        elif events := kv.take_events():
+            sink.publish(events)

@@ -175,6 +175,8 @@ class EngineRequest:
     sampling: SamplingParams
     eos_token_ids: tuple[TokenId, ...] = ()
     cache_salt: str | None = None
+    isolated: bool = False
+    """Salts tell clients apart that must not learn of each other: why it missed is told as if there were no others."""
     explain_cache: bool = False
     """Whether its outputs say what the prefix cache had of the prompt, and why not more."""
     pin: str | None = None

@@ -46,6 +46,8 @@ class RequestState:
     """What the cache had of the prompt at the first admission; None before it."""
     explain_cache: bool = False
     """Whether the client asked for it."""
+    isolated: bool = False
+    """Whether it must not tell of other salts."""
     aborted: bool = False
     """Aborted while its step runs: dropped at the commit."""
     arrival: float

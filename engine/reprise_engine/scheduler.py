@@ -116,6 +116,7 @@ class Scheduler:
             blocks=self.kv.sequence(cache_salt=request.cache_salt, skip_reading=not sampling.reads_prefix_cache),
             pin=request.pin,
             explain_cache=request.explain_cache,
+            isolated=request.isolated,
             arrival=request.arrival_time,
         )
         self._states[request.request_id] = state
@@ -357,6 +358,8 @@ class Scheduler:
                 self._tiers.begin(state, below, fitting, now)
             elif not self._chunked and len(state.tokens) - fitting.num_tokens > builder.left:
                 return
+            if state.load is None:
+                self._books.admitted(state, match, fitting)
             copies = self.kv.admit(state.blocks, fitting, len(state.tokens))
             assert copies is not None, "a match that fits was refused"
             del waiting[skipped]
@@ -364,7 +367,6 @@ class Scheduler:
             builder.copies += copies
             state.computed = fitting.num_tokens
             if state.load is None:
-                self._books.admitted(state, match, fitting)
                 builder.take(state, now)
 
     def _append(self, state: RequestState, token: TokenId, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:

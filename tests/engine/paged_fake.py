@@ -288,12 +288,14 @@ class World:
         eos: Sequence[TokenId] = (),
         sampling: SamplingParams | None = None,
         pin: str | None = None,
+        isolated: bool = False,
     ) -> RequestId:
         request = EngineRequest(
             request_id=RequestId(f"r{next(self._ids)}"),
             prompt_token_ids=tuple(prompt),
             sampling=sampling or SamplingParams(max_tokens=max_tokens),
             cache_salt=salt,
+            isolated=isolated,
             pin=pin,
             priority=priority,
             eos_token_ids=tuple(eos),
@@ -355,8 +357,10 @@ class World:
                 self.disk.end(0)
         raise AssertionError(f"still carrying blocks down after {limit} steps")
 
-    def run(self, prompt: Sequence[TokenId], *, max_tokens: int = 1, salt: str | None = None) -> RequestId:
-        request_id = self.add(prompt, max_tokens=max_tokens, salt=salt)
+    def run(
+        self, prompt: Sequence[TokenId], *, max_tokens: int = 1, salt: str | None = None, isolated: bool = False
+    ) -> RequestId:
+        request_id = self.add(prompt, max_tokens=max_tokens, salt=salt, isolated=isolated)
         self.drain()
         return request_id
 

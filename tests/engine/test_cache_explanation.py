@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reprise_engine.cache_report import CacheExplanation, MissReason
+from reprise_engine.kv.hashing import ExtraKeys, encode_tokens
+from reprise_engine.kv.misses import EvictedBlocks
+from reprise_engine.kv.prefix_index import Node, common_tokens
 from reprise_engine.request import EngineRequest, RequestId, SamplingParams
+from reprise_engine.step import BlockId
 from tests.engine.paged_fake import World
 from tests.engine.test_metrics import scrape, value
 from tests.support.engine_server import fake_options, running_server
@@ -17,8 +25,10 @@ def world(num_blocks: int = 16, *, caching: bool = True) -> World:
     return World(num_blocks=num_blocks, block_size=BLOCK, enable_prefix_caching=caching)
 
 
-def explain(world: World, prompt: list[int], *, salt: str | None = None, max_tokens: int = 1) -> CacheExplanation:
-    request_id = world.run(prompt, max_tokens=max_tokens, salt=salt)
+def explain(
+    world: World, prompt: list[int], *, salt: str | None = None, max_tokens: int = 1, isolated: bool = False
+) -> CacheExplanation:
+    request_id = world.run(prompt, max_tokens=max_tokens, salt=salt, isolated=isolated)
     found, explanation = world.scheduler.inspect_prefix_cache().recent[-1]
     assert found == request_id
     assert explanation.cached_tokens == world.cached(request_id)
@@ -89,6 +99,34 @@ def test_it_was_evicted() -> None:
     assert it.scheduler.inspect_prefix_cache().evicted_blocks > 0
 
 
+def test_a_prompt_that_ends_inside_a_block_that_was_evicted() -> None:
+    it = world(num_blocks=4)
+    it.run(PROMPT[:2], max_tokens=6)  # a whole block: what was answered fills it
+    it.run([30] * 15)
+    assert why(it, PROMPT[:2]) == (MissReason.EVICTED, 0)  # not: shorter than a block
+    it = world(num_blocks=4)
+    it.run(PROMPT[:6], max_tokens=6)
+    it.run(list(range(30, 42)))  # one block was free; the tail goes, and the block before it
+    assert why(it, PROMPT[:6]) == (MissReason.EVICTED, 4)  # not: never seen
+
+
+def test_a_prompt_that_leaves_an_evicted_block_behind_its_half() -> None:
+    it = world(num_blocks=4)
+    it.run(PROMPT)
+    it.run([30] * 15)
+    assert why(it, [1, 2, 3, 50, 51]) == (MissReason.EVICTED, 0)
+    it.run([30] * 15)
+    # One word in common with something of long ago: with a larger pool it would be as new.
+    assert why(it, [1, 60, 61, 62, 63]) == (MissReason.NOT_SEEN, 0)
+
+
+def test_what_a_request_pushes_out_for_itself_is_still_what_it_left() -> None:
+    it = world(num_blocks=4)
+    it.run(PROMPT)
+    assert why(it, [*PROMPT[:4], *range(40, 51)]) == (MissReason.DIVERGED, 4)
+    assert it.scheduler.stats().num_evicted_blocks >= 2  # both of the blocks that went the other way
+
+
 def test_what_was_reset_is_forgotten() -> None:
     it = world(num_blocks=4)
     it.run(PROMPT)
@@ -113,11 +151,20 @@ def test_another_salt_is_a_reason_for_a_beginning_only() -> None:
     assert why(it, [1, 2, 3, 4, 5, 6, 7, 8]) == (MissReason.DIVERGED, 4)
 
 
-def test_a_tenant_is_not_told_of_others() -> None:
-    explanation = CacheExplanation(prompt_tokens=5, cached_tokens=0, reason=MissReason.OTHER_SALT)
-    assert explanation.without_other_salts().reason is MissReason.NOT_SEEN
-    explanation = CacheExplanation(prompt_tokens=5, cached_tokens=2, reason=MissReason.DIVERGED)
-    assert explanation.without_other_salts() is explanation
+@pytest.mark.parametrize("own", [[], [1, 2, 77, 78, 79]], ids=["nothing", "another way"])
+@pytest.mark.parametrize("guess", [PROMPT[:3], PROMPT[:6], PROMPT])
+def test_a_tenant_is_told_the_same_whether_others_have_sent_its_prompt_or_not(own: list[int], guess: list[int]) -> None:
+    told: list[tuple[CacheExplanation, tuple[int, ...]]] = []
+    for others in ([], guess):
+        it = world()
+        for prompt, salt in ((others, "theirs"), (own, "own")):
+            if prompt:
+                it.run(prompt, salt=salt)
+        before = it.scheduler.stats().prefix_cache_misses
+        explanation = explain(it, guess, salt="own", isolated=True)
+        after = it.scheduler.stats().prefix_cache_misses
+        told.append((explanation, tuple(now - then for now, then in zip(after, before, strict=True))))
+    assert told[0] == told[1]
 
 
 def test_there_was_no_room_for_the_copy() -> None:
@@ -170,6 +217,23 @@ def test_the_memory_of_evicted_blocks_is_bounded() -> None:
     evicted = it.scheduler.kv._evicted
     assert len(evicted) == 8  # four times the pool
     assert it.scheduler.stats().num_evicted_blocks > 8
+
+
+@given(st.lists(st.tuples(st.sampled_from([(), ("a",)]), st.lists(st.integers(0, 2), min_size=1, max_size=4))))
+def test_evicted_blocks_are_found_by_how_they_began(entries: list[tuple[ExtraKeys, list[int]]]) -> None:
+    evicted = EvictedBlocks(5)
+    remembered: list[tuple[ExtraKeys, bytes]] = []
+    for keys, tokens in entries:
+        one = (keys, encode_tokens(tokens))
+        evicted.add(Node(parent=None, extra_keys=keys, tokens=one[1], block=BlockId(0), block_hash=None))
+        if one not in remembered:
+            remembered = [*remembered, one][-5:]
+        assert len(evicted) == len(remembered)
+        for wanted in product(range(3), repeat=3):
+            expected = max((common_tokens(t, encode_tokens(wanted)) for k, t in remembered if k == keys), default=0)
+            assert evicted.most_in_common(keys, encode_tokens(wanted)) == expected
+    evicted.clear()
+    assert evicted.most_in_common((), encode_tokens([0])) == 0
 
 
 # --- over HTTP

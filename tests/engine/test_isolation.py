@@ -70,7 +70,16 @@ def test_keys_share_nothing_and_learn_nothing_of_each_other(tmp_path_factory: py
         # Nor can a client send the salt that another one's key makes: it becomes part of its own.
         report = server.client.get("/v1/admin/prefix_cache", headers={"Authorization": "Bearer one"}).json()
         assert report["salts"] == 3
-        assert report["misses"]["other_salt"] == 2
+        # Every key may ask for this report, and everybody for the metrics.
+        assert report["misses"]["other_salt"] == 0
+        assert {one["reason"] for one in report["recent"]} == {None, "not_seen"}
+        short = [ask(server.client, key, prompt="hey")["cache_explanation"]["reason"] for key in ("one", "two")]
+        assert short == ["shorter_than_block", "shorter_than_block"]
+        pinned = server.client.post(
+            "/v1/admin/prefix_cache/pins", json={"prompt": "hey"}, headers={"Authorization": "Bearer two"}
+        )
+        assert pinned.json()["cached_tokens"] == 2, "its own"
+        assert 'reason="other_salt"} 0.0' in server.client.get("/metrics").text
 
 
 def test_without_isolation_keys_share_the_cache(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -354,11 +355,11 @@ def test_a_key_or_value_that_cannot_be_honoured_is_refused_by_name(values: dict[
 
 
 class Sink:
-    """Takes batches; `wants_snapshot` as the test says."""
+    """Takes batches; `owes_snapshot` and `wants_snapshot` as the test says."""
 
     def __init__(self) -> None:
         self.batches: list[list[KVEvent]] = []
-        self.wants_snapshot = False
+        self.owes_snapshot = self.wants_snapshot = False
         self.published = 3
         self.dropped = 2
         self.closed = False
@@ -395,3 +396,29 @@ def test_the_core_publishes_after_each_step_that_changed_something() -> None:
     core.close()
     assert sink.closed
     assert len(sink.batches) == 3
+
+
+def test_what_was_lost_last_is_told_though_no_request_comes() -> None:
+    sink = Sink()
+    world = World(num_blocks=8, block_size=4, kv_events=sink)
+    core = world.core
+    world.add(SYSTEM)
+    core.step()
+    assert not core.has_background_work()
+    sink.batches.clear()
+    sink.owes_snapshot = True  # the queue is full: that batch found no room in it
+    assert core.has_background_work(), "the engine would wait for a request"
+    begun = time.monotonic()
+    assert core.step() == ()
+    assert not sink.batches
+    assert time.monotonic() - begun > 0.005, "it would go round and round"
+    sink.wants_snapshot = True
+    core.step()
+    known = CachedBlocks()
+    known.apply(sink.batches[0])
+    assert isinstance(sink.batches[0][0], AllBlocksCleared)
+    assert len(known) == len(named(world.scheduler.kv)) > 0
+    sink.owes_snapshot = sink.wants_snapshot = False
+    core.step()
+    assert not core.has_background_work()
+    assert len(sink.batches) == 1

@@ -236,6 +236,8 @@ def test_warm_up_prompts_are_pinned_before_readiness(
     assert "line 7 of" in caplog.text
     assert "'promt'" in caplog.text
     assert "line 8 of" in caplog.text
+    assert "It must be a JSON object. Invalid JSON: expected" in caplog.text
+    assert "Content-Type" not in caplog.text
     assert "2 of 5 prompts" in caplog.text
 
 

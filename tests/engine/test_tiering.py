@@ -242,6 +242,29 @@ def test_new_blocks_are_written_without_a_request_and_twice_by_nobody() -> None:
     assert on_disk.stores == 3
 
 
+def test_a_disk_that_does_not_keep_up_shows_in_its_failures() -> None:
+    disk = FakeDisk(instant=False)
+    world = tiered(host_slots=4, disk=disk, keeps_evicted=False)
+
+    def failures() -> dict[Tier, int]:
+        return {one.tier: one.failures for one in world.scheduler.stats().tiers}
+
+    world.run(FIRST)  # three blocks, of which two may be on their way at once
+    for _ in range(5):
+        if (step := world.schedule()) is not None:
+            world.commit(step)
+    assert len(disk.pending) == 2
+    assert failures() == {Tier.HOST: 0, Tier.DISK: 0}
+    world.scheduler.check_invariants()
+    other = world.add(OTHER)  # evicts all three; the third one was never written
+    step = world.schedule()
+    assert step is not None
+    world.commit(step)
+    assert failures() == {Tier.HOST: 0, Tier.DISK: 1}
+    world.drain()
+    world.check_finished(other)
+
+
 def test_a_store_is_put_off_until_its_block_is_written() -> None:
     world = tiered(num_blocks=6, slow_transfers=True, max_num_batched_tokens=4)
     world.run(FIRST)

@@ -114,11 +114,13 @@ class KVCacheManager:
         return Match(shared=tuple(path), source=source, source_tokens=common, num_tokens=num_tokens + common)
 
     def why_no_more(
-        self, sequence: SequenceBlocks, tokens: Sequence[TokenId], match: Match, used: Match
+        self, sequence: SequenceBlocks, tokens: Sequence[TokenId], match: Match, used: Match, *, other_salts: bool
     ) -> MissReason | None:
         """Why not all of `tokens` but the last was reused, `match` being what lookup found and `used` what fitted.
 
-        None where it was. To be asked before the sequence commits anything; changes nothing.
+        None where it was. Without `other_salts` the answer is the same whatever is cached under those.
+        To be asked before the sequence is admitted, whose blocks may evict what the match left, or once its load has
+        ended; changes nothing.
         """
         if not sequence.reads_cache:
             return MissReason.CACHING_OFF
@@ -135,7 +137,9 @@ class KVCacheManager:
             source=match.source,
             source_tokens=match.source_tokens,
             rest=encode_tokens(tokens[start : start + self.block_size]),
+            reusable_tokens=min(self.block_size, len(tokens) - 1 - start),
             block_bytes=self.block_size * TOKEN_BYTES,
+            other_salts=other_salts,
         )
 
     def fitting(self, match: Match, num_tokens: int) -> Match | None:

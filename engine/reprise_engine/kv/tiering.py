@@ -79,6 +79,7 @@ class Tiering:
         self._stored = 0
         self._written = 0
         self._dropped = 0
+        self._unwritten = 0  # left the pool before the disk's writer came to them
 
     # --- told by the manager
 
@@ -94,7 +95,9 @@ class Tiering:
         is_new = self._new.pop(node.block, None) is not None
         block = self.block_of(node)
         slot = self.slots.find(block)
-        wanted_by_disk = is_new and self.disk is not None and block.key not in self.disk and self._may_write
+        missing_on_disk = is_new and self.disk is not None and block.key not in self.disk
+        wanted_by_disk = missing_on_disk and self._may_write
+        self._unwritten += missing_on_disk and not wanted_by_disk
         if slot is not None:
             self.slots.touch(slot)
             if self.disk is not None and wanted_by_disk and self._is_writable(slot):
@@ -380,7 +383,7 @@ class Tiering:
                     capacity_bytes=disk.capacity,
                     stores=self._written,
                     evictions=disk.evictions,
-                    failures=disk.failures,
+                    failures=disk.failures + self._unwritten,
                 )
             )
         return tuple(tiers)

@@ -84,11 +84,13 @@ class ZmqPublisher:
         return self._overflown + self._failed + self._stalled
 
     @property
-    def wants_snapshot(self) -> bool:
-        """Whether the next batch should say all that is cached: something was lost, and there is room again.
+    def owes_snapshot(self) -> bool:
+        """Whether something was lost: what follows must begin with a batch that says all that is cached."""
+        return self._lost
 
-        Such a batch begins with AllBlocksCleared.
-        """
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether there is room for that batch, which begins with AllBlocksCleared."""
         return self._lost and len(self._queue) < self._max_queue_size
 
     def start(self) -> None:

@@ -71,7 +71,6 @@ class Generation:
         *,
         index: int,
         choice: int = 0,
-        isolated: bool = False,
         prompt_only: bool = False,
     ) -> None:
         """With `prompt_only` what is generated is kept back: only the prompt is of interest."""
@@ -87,7 +86,6 @@ class Generation:
         self._prompt_only = prompt_only
         self._engine = engine
         self._metrics = metrics
-        self._isolated = isolated
         self._text = OutputText(decoder, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling)
         self._last_token: float | None = None
         self.times: RequestTimes | None = None
@@ -129,8 +127,6 @@ class Generation:
         if self._last_token is None:
             self.cached_tokens = output.cached_tokens
             self.explanation = output.cache_explanation
-            if self._isolated and self.explanation is not None:
-                self.explanation = self.explanation.without_other_salts()
             self._metrics.first_token(
                 prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens, times=times
             )

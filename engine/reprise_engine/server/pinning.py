@@ -48,8 +48,8 @@ class Pinned:
         return self.prefix.as_json() | {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}
 
 
-async def pin(model: Loaded, body: PinBody, *, name: str, cache_salt: str | None) -> Pinned:
-    """Computes the prompt and pins it under `name`, in the place of what had that name.
+async def pin(model: Loaded, body: PinBody, *, name: str, cache_salt: str | None, isolated: bool) -> Pinned:
+    """Computes the prompt and pins it under `name`, in the place of what had that name. `isolated`: see EngineRequest.
 
     Raises RequestError (caching off, too long, …), EngineDead. Cancelled, it pins nothing.
     """
@@ -64,6 +64,7 @@ async def pin(model: Loaded, body: PinBody, *, name: str, cache_salt: str | None
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
         cache_salt=cache_salt,
+        isolated=isolated,
         pin=name,
         arrival_time=time.monotonic(),
     )
@@ -110,7 +111,7 @@ async def warm_up(
         prompts = await asyncio.to_thread(_read, file)
         async with asyncio.timeout(seconds):
             for number, body in prompts:
-                done += await _warm_up_one(model, file, number, body, tenants)
+                done += await _warm_up_one(model, file, number, body, tenants, isolated=isolation.per_key)
     except TimeoutError:
         logger.warning("warm-up: %s s are over after %d of %d prompts of %s", seconds, done, len(prompts), file)
     except OSError as error:
@@ -122,7 +123,9 @@ async def warm_up(
         logger.info("warm-up: %d of %d prompts of %s in %.1f s", done, len(prompts), file, took)
 
 
-async def _warm_up_one(model: Loaded, file: Path, number: int, body: PinBody | str, tenants: Sequence[_Tenant]) -> bool:
+async def _warm_up_one(
+    model: Loaded, file: Path, number: int, body: PinBody | str, tenants: Sequence[_Tenant], *, isolated: bool
+) -> bool:
     """One line for all tenants; False where it failed."""
     where = f"warm-up: line {number} of {file}"
     if isinstance(body, str):
@@ -131,7 +134,7 @@ async def _warm_up_one(model: Loaded, file: Path, number: int, body: PinBody | s
     for suffix, salt in tenants:
         name = (body.name or f"warmup-{number}") + suffix
         try:
-            pinned = await pin(model, body, name=name, cache_salt=salt(body.cache_salt))
+            pinned = await pin(model, body, name=name, cache_salt=salt(body.cache_salt), isolated=isolated)
         except RequestError as error:
             logger.warning("%s: %s", where, error)
             return False
@@ -158,5 +161,8 @@ def _read(file: Path) -> list[tuple[int, PinBody | str]]:
         try:
             prompts.append((number, PinBody.model_validate_json(line)))
         except ValidationError as error:
-            prompts.append((number, describe(error.errors())[0]))
+            wrong = error.errors()
+            # Of a line that is no object at all it would speak as of a request.
+            told = describe(wrong)[0] if wrong[0]["loc"] else f"It must be a JSON object. {wrong[0]['msg']}."
+            prompts.append((number, told))
     return prompts

@@ -203,6 +203,7 @@ async def generations(
                 sampling=_of_choice(sampling, choice, streamed=bool(body.stream)),
                 eos_token_ids=model.resolved.eos_token_ids,
                 cache_salt=cache_salt,
+                isolated=state.isolation.per_key,
                 explain_cache=body.explain_cache,
                 priority=body.priority,
                 arrival_time=arrival_time,
@@ -212,7 +213,6 @@ async def generations(
                     *(model.engine, request, model.tokenizer, state.metrics),
                     index=index,
                     choice=choice,
-                    isolated=state.isolation.per_key,
                     prompt_only=limit == 0,
                 )
             )

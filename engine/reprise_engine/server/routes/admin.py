@@ -56,7 +56,8 @@ async def reset(model: Model, body: ResetBody | None = None) -> dict[str, Any]:
 async def pin(request: Request, state: State, model: Model, body: PinBody) -> dict[str, Any]:
     """Computes the prompt and keeps it until it is unpinned, as far as the budget goes; isolated, for this key."""
     cache_salt = state.isolation.salt(request_api_key(request), body.cache_salt)
-    pinned = await pinning.pin(model, body, name=body.name or uuid.uuid4().hex, cache_salt=cache_salt)
+    name = body.name or uuid.uuid4().hex
+    pinned = await pinning.pin(model, body, name=name, cache_salt=cache_salt, isolated=state.isolation.per_key)
     return pinned.as_json()
 
 
