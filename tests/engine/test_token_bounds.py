@@ -32,13 +32,17 @@ TEXT = (
 
 
 def trained(
-    pre_tokenizer: pre_tokenizers.PreTokenizer, *, normalizer: normalizers.Normalizer | None = None
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    *,
+    normalizer: normalizers.Normalizer | None = None,
+    without: str = "",
 ) -> Tokenizer:
+    """`without`: characters of the byte-level alphabet that have no token."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
         backend.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(without))
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|im_end|>"])
     backend.train_from_iterator([TEXT * 30], trainer)
     return Tokenizer(backend, special_tokens={}, chat_template=None)
@@ -64,8 +68,11 @@ def digits() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()])  # type: ignore[arg-type]
 
 
+EOT, FIRST_OF_EMOJI = "\u0104", "ð"
+"""0x04 and 0xf0, which the text above has none of, as the alphabet writes them."""
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "incomplete": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False), without=EOT + FIRST_OF_EMOJI),
     "smollm": lambda: trained(digits()),
     "qwen2": lambda: trained(split(QWEN2), normalizer=normalizers.NFC()),  # type: ignore[no-untyped-call]
     "qwen3.5": lambda: trained(split(QWEN35), normalizer=normalizers.NFC()),  # type: ignore[no-untyped-call]
@@ -92,7 +99,7 @@ PIECES = [
     "日本",
     "😀",
 ]
-PIECES += ["cat", "hats", "<|im_end|>", "Ａ", "\ufb01", "\u1f82", "x "]
+PIECES += ["cat", "hats", "<|im_end|>", "Ａ", "\ufb01", "\u1f82", "x ", "\x04"]
 
 
 def bounds_of(tokenizer: Tokenizer) -> TokenBounds:

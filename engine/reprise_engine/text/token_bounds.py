@@ -18,13 +18,14 @@ from typing import Any
 
 import tokenizers
 
+from reprise_engine.text.byte_level import BYTE_LEVEL
+
 _QUARTER = 4
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _BLANKS = " Ġ▁"
 """A blank as it is, byte-level, and as SentencePiece writes it."""
 _LETTER_AND_BLANK = re.compile(rf"[A-Za-z][{_BLANKS}]")
 _CUT = re.compile(r"[A-Za-z](?= )")
-_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def _words(*, letters: str = r"\p{L}", not_these: str = r"\p{L}\p{N}", numbers: str = r"\p{N}") -> str:
@@ -49,14 +50,24 @@ ByteLevel's own, does neither."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBounds:
-    """`longest`: characters that a token covers at most. `cuts`: whether a text may be cut in front of a blank."""
+    """`longest`: characters that a token covers at most. `cuts`: whether a text may be cut in front of a blank.
+
+    `unspelled`: bytes of UTF-8 that have no token; byte-level tokenizers drop them.
+    """
 
     longest: int | None
     cuts: bool
+    unspelled: bytes = b""
 
     def at_least(self, text: str) -> int:
         """Tokens that `text` has, or fewer, by its length alone."""
-        return 0 if self.longest is None else -(-len(text) // self.longest)
+        if self.longest is None:
+            return 0
+        characters = len(text)
+        if self.unspelled:
+            content = text.encode()
+            characters -= len(content) - len(content.translate(None, self.unspelled))
+        return -(-characters // self.longest)
 
     def front(self, text: str, characters: int) -> str | None:
         """The front of `text`, at most so long, whose tokens are the first ones of the whole; None for no such cut."""
@@ -81,18 +92,21 @@ def token_bounds(backend: tokenizers.Tokenizer) -> TokenBounds:
     byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
     if (
         not _is_plain_bpe(backend.model)
+        or not (byte_level or _falls_back_to_bytes(backend.model, vocabulary))
         or not all(_keeps_length(part) for part in normalizers)
         or not all(_is_known(part) for part in pre_tokenizers)
-        or not _spells_everything(vocabulary, byte_level=byte_level, fallback=backend.model.byte_fallback)
     ):
         return TokenBounds(longest=None, cuts=False)
-    longest = max(map(len, vocabulary))
-    if any(part["type"] in _NORMAL_FORMS for part in normalizers):
-        longest *= _QUARTER
+    unspelled = bytes(byte for character, byte in BYTE_LEVEL.items() if byte_level and character not in vocabulary)
+    normal_forms = any(part["type"] in _NORMAL_FORMS for part in normalizers)
+    # Tokens that take the blanks beside them may cover any number of those.
+    unbounded = any(token.lstrip or token.rstrip for token in added) or (normal_forms and bool(unspelled))
+    longest = max(map(len, vocabulary)) * (_QUARTER if normal_forms else 1)
     return TokenBounds(
-        # A token that takes the blanks beside it may cover any number of them.
-        longest=None if any(token.lstrip or token.rstrip for token in added) else longest,
-        cuts=not any(_LETTER_AND_BLANK.search(token) for token in vocabulary),
+        longest=None if unbounded else longest,
+        cuts=not any(_LETTER_AND_BLANK.search(token) for token in vocabulary)
+        and not any(chr(byte) == " " or chr(byte).isalpha() for byte in unspelled if byte < 128),
+        unspelled=unspelled,
     )
 
 
@@ -146,8 +160,6 @@ def _is_known(pre_tokenizer: Mapping[str, Any]) -> bool:
     return False
 
 
-def _spells_everything(vocabulary: Mapping[str, int], *, byte_level: bool, fallback: bool) -> bool:
-    """Whether every text has its tokens: none that is unknown, which would cover any number of characters, or none."""
-    if byte_level:
-        return set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys()
-    return fallback and vocabulary.keys() >= _BYTE_TOKENS
+def _falls_back_to_bytes(model: Any, vocabulary: Mapping[str, int]) -> bool:
+    """Whether no character is unknown: one token of those would cover any number of them."""
+    return model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))

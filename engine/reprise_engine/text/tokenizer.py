@@ -10,6 +10,7 @@ import tokenizers
 
 from reprise_engine.errors import ModelError
 from reprise_engine.request import TokenId
+from reprise_engine.text.byte_level import BYTE_LEVEL
 from reprise_engine.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, select_template
 from reprise_engine.text.convert import converted_folder
 from reprise_engine.text.files import model_folder, read_json, resolve_model
@@ -89,7 +90,7 @@ class Tokenizer:
         text = self.token_text(token_id)
         if "\ufffd" in text:
             try:
-                return bytes(_BYTE_LEVEL[character] for character in token)
+                return bytes(BYTE_LEVEL[character] for character in token)
             except KeyError:
                 pass
         return text.encode()
@@ -130,18 +131,6 @@ class Tokenizer:
             tools=tools,
             variables=variables,
         )
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (`bytes_to_unicode` of openai/gpt-2 encoder.py), inverted."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet |= {chr(256 + index): byte for index, byte in enumerate(others)}
-    return alphabet
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
 
 
 def load_tokenizer(
