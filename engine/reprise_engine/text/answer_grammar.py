@@ -19,6 +19,7 @@ from reprise_engine.request import TokenId
 from reprise_engine.text import reasoning, tool_calls
 from reprise_engine.text.reasoning import ReasoningStart
 
+_BLANKS = {"whitespace_pattern": r"[ \t\n\r]{1,20}"}
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
@@ -40,6 +41,21 @@ class GrammarFunction:
         if not self.checked:
             return _ANY_ARGUMENTS
         return _NO_ARGUMENTS if self.parameters is None else {**_ANY_ARGUMENTS, **self.parameters}
+
+
+def with_blanks(schema: str) -> str:
+    """The text of a JSON schema with llguidance's word for the blanks between tokens, unless it says its own.
+
+    They are as the model likes them, but have an end: after blanks more of them are likely, and where the grammar
+    forbids what a model would rather say it writes them to its last token. Raises ValueError.
+    """
+    value = json.loads(schema)
+    if not isinstance(value, dict):
+        return schema
+    own = value.get("x-guidance", {})
+    if not isinstance(own, dict) or not own.keys().isdisjoint(("whitespace_flexible", "whitespace_pattern")):
+        return schema
+    return json.dumps({**value, "x-guidance": {**own, **_BLANKS}}, ensure_ascii=False)
 
 
 class AnswerGrammar:
@@ -65,7 +81,7 @@ class AnswerGrammar:
 
     def formed(self, schema: str, functions: Sequence[GrammarFunction] = ()) -> str:
         """JSON of `schema` (its text), or calls."""
-        answer = ["form: %json " + schema]
+        answer = ["form: %json " + with_blanks(schema)]
         if not functions:
             return self._grammar("form", answer)
         return self._grammar('(form | call ("\\n" call)*)', [*answer, *self._calls(functions)])
