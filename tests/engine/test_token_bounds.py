@@ -50,7 +50,7 @@ def trained(
 
 def split(pattern: str) -> pre_tokenizers.PreTokenizer:
     parts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
-    return pre_tokenizers.Sequence(parts)  # type: ignore[arg-type]
+    return pre_tokenizers.Sequence(parts)
 
 
 def sentencepiece() -> Tokenizer:
@@ -65,7 +65,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()])  # type: ignore[arg-type]
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()])
 
 
 EOT, FIRST_OF_EMOJI = "\u0104", "ð"
@@ -74,8 +74,8 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "incomplete": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False), without=EOT + FIRST_OF_EMOJI),
     "smollm": lambda: trained(digits()),
-    "qwen2": lambda: trained(split(QWEN2), normalizer=normalizers.NFC()),  # type: ignore[no-untyped-call]
-    "qwen3.5": lambda: trained(split(QWEN35), normalizer=normalizers.NFC()),  # type: ignore[no-untyped-call]
+    "qwen2": lambda: trained(split(QWEN2), normalizer=normalizers.NFC()),
+    "qwen3.5": lambda: trained(split(QWEN35), normalizer=normalizers.NFC()),
     "llama3": lambda: trained(split(LLAMA3)),
     "llama2": sentencepiece,
 }
@@ -157,7 +157,7 @@ def test_what_is_not_known_bounds_nothing() -> None:
     nothing = TokenBounds(longest=None, cuts=False)
 
     def drops_blanks(backend: tokenizers.Tokenizer) -> None:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), backend.pre_tokenizer])  # type: ignore[arg-type,list-item]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), backend.pre_tokenizer])
 
     def looks_ahead(backend: tokenizers.Tokenizer) -> None:
         backend.pre_tokenizer = split(r"\p{L}(?=.*!)|\p{L}+")
@@ -166,7 +166,7 @@ def test_what_is_not_known_bounds_nothing() -> None:
         backend.normalizer = normalizers.Replace("the", "e")
 
     def drops_out(backend: tokenizers.Tokenizer) -> None:
-        backend.model.dropout = 0.5  # type: ignore[attr-defined]
+        backend.model.dropout = 0.5
 
     for change in (drops_blanks, looks_ahead, shortens, drops_out):
         assert changed(change) == nothing, change

@@ -10,7 +10,7 @@ import llguidance
 
 from reprise_engine.errors import RequestError
 from reprise_engine.request import StructuredOutput
-from reprise_engine.text.answer_grammar import with_blanks
+from reprise_engine.structured.blanks import with_blanks
 
 _ANY_OBJECT = json.dumps({"type": "object"})
 _LONGEST_COMPLAINT = 300

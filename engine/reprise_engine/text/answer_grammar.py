@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise_engine.request import TokenId
+from reprise_engine.structured.blanks import with_blanks
 from reprise_engine.text import reasoning, tool_calls
 from reprise_engine.text.reasoning import ReasoningStart
 
-_BLANKS = {"whitespace_pattern": r"[ \t\n\r]{1,20}"}
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
@@ -41,21 +41,6 @@ class GrammarFunction:
         if not self.checked:
             return _ANY_ARGUMENTS
         return _NO_ARGUMENTS if self.parameters is None else {**_ANY_ARGUMENTS, **self.parameters}
-
-
-def with_blanks(schema: str) -> str:
-    """The text of a JSON schema with llguidance's word for the blanks between tokens, unless it says its own.
-
-    They are as the model likes them, but have an end: after blanks more of them are likely, and where the grammar
-    forbids what a model would rather say it writes them to its last token. Raises ValueError.
-    """
-    value = json.loads(schema)
-    if not isinstance(value, dict):
-        return schema
-    own = value.get("x-guidance", {})
-    if not isinstance(own, dict) or not own.keys().isdisjoint(("whitespace_flexible", "whitespace_pattern")):
-        return schema
-    return json.dumps({**value, "x-guidance": {**own, **_BLANKS}}, ensure_ascii=False)
 
 
 class AnswerGrammar:
