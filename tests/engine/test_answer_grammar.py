@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import llguidance
@@ -52,8 +53,11 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def allowed(tokenizer: Tokenizer, lark: str, text: str) -> bool:
     """Whether it is an answer, whole."""
+    return accepts(tokenizer, StructuredOutput(kind="grammar", text=lark), text)
+
+
+def accepts(tokenizer: Tokenizer, structured: StructuredOutput, text: str) -> bool:
     vocabulary = grammar_tokenizer(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=())
-    structured = StructuredOutput(kind="grammar", text=lark)
     matcher = llguidance.LLMatcher(vocabulary, grammar_of(structured), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(tokenizer.encode(text, add_special_tokens=False))
@@ -108,6 +112,32 @@ def test_a_single_call_is_one(tokenizer: Tokenizer) -> None:
 )
 def test_calls_among_text(tokenizer: Tokenizer, text: str, fine: bool) -> None:
     assert allowed(tokenizer, grammar(tokenizer).free(FUNCTIONS), text) is fine
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("text", "own", "fine"),
+    [
+        ('{"a":1}', None, True),
+        ('{ "a" : 1 }', None, True),
+        ('{\n    "a": [\n        1,\n        2\n    ]\n}', None, True),
+        ('{\r\n\t"a": 1\r\n}', None, True),
+        ('{"a":' + " " * 20 + "1}", None, True),
+        ('{"a":' + " " * 21 + "1}", None, False),
+        ('{"a":' + "\n" * 21 + "1}", None, False),
+        ('{"a":' + " " * 50 + "1}", {"whitespace_flexible": True}, True),  # the schema's own word goes first
+        ('{"a": 1}', {"whitespace_flexible": False}, False),
+    ],
+)
+def test_blanks_between_the_tokens_of_json_have_an_end(
+    tokenizer: Tokenizer, text: str, own: dict[str, Any] | None, fine: bool, wrapped: bool
+) -> None:
+    """Else a small model writes them up to max_tokens."""
+    schema = json.dumps({"type": "object", "required": ["a"]} | ({} if own is None else {"x-guidance": own}))
+    form = StructuredOutput(kind="json", text=schema)
+    if wrapped:  # as beside tools, and behind reasoning
+        form = StructuredOutput(kind="grammar", text=grammar(tokenizer).formed(schema, FUNCTIONS))
+    assert accepts(tokenizer, form, text) is fine
 
 
 def test_a_form_or_calls(tokenizer: Tokenizer) -> None:

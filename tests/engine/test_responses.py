@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from reprise_engine.server.protocol_chat import ChatMessageBody
 from reprise_engine.server.protocol_responses import ResponsesBody
@@ -17,6 +19,7 @@ from tests.engine.test_chat_tools import (
     ARGUMENTS,
     HI,
     ODD_ARGUMENTS,
+    OPEN_THOUGHT,
     PLAIN,
     SCRIPT,
     THINKS,
@@ -219,6 +222,63 @@ async def test_a_conversation_with_a_tool_goes_on_from_the_items_of_the_answer(s
     # What was generated is found again, all but its last token (the end of the turn), which nobody computed.
     expected = first.usage.total_tokens - 1
     assert last.response.usage.input_tokens_details.cached_tokens == expected
+
+
+@pytest.mark.parametrize("line", [PLAIN, TWO_CALLS, THINKS, THINKS_AND_CALLS, OPEN_THOUGHT])
+@pytest.mark.parametrize("limit", [None, 1, 3, 5])
+def test_every_event_is_of_a_type_that_openais_client_declares(
+    client: httpx.Client, line: int, limit: int | None
+) -> None:
+    """The client itself takes what it gets; here each field that it declares is checked, cut off or not."""
+    known = TypeAdapter[Any](ResponseStreamEvent)
+    body: dict[str, Any] = {"include": ["message.output_text.logprobs"], "tools": [TOOL], "max_output_tokens": limit}
+    found = [known.validate_python(event) for event in events(client, line, **body)]
+    assert [event.type for event in found[:2]] == ["response.created", "response.in_progress"]
+    assert found[-1].response.status == ("completed" if limit is None else "incomplete")
+    opened: list[str] = []
+    for event in found:
+        match event.type:
+            case "response.output_item.added":
+                opened.append(event.item.id)
+                assert event.output_index == len(opened) - 1
+            case "response.output_item.done":
+                assert event.item == found[-1].response.output[event.output_index]
+            case _ if hasattr(event, "item_id"):
+                assert event.item_id == opened[-1]
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        lambda item: item.model_dump(),
+        lambda item: item.model_dump(by_alias=True, mode="json"),
+        lambda item: item.model_dump(exclude_none=True),
+        lambda item: item.to_dict(),
+    ],
+    ids=["every field", "by alias", "without null", "as it came"],
+)
+def test_the_items_come_back_however_a_client_dumps_them(sdk: openai.OpenAI, dump: Callable[[Any], Any]) -> None:
+    """The first two have null in fields that only the client's version knows."""
+    first = sdk.responses.create(model="scripted", input=QUESTION, tools=[TOOL], extra_body={"seed": THINKS_AND_CALLS})
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    items: Any = [{"role": "user", "content": QUESTION}, *map(dump, first.output), *results]
+    last = sdk.responses.create(model="scripted", input=items, tools=[TOOL], extra_body={"seed": PLAIN})
+    assert last.output_text == "It is sunny."
+    again: Any = [*items, *map(dump, last.output), {"role": "user", "content": "And now?"}]
+    assert sdk.responses.create(model="scripted", input=again, extra_body={"seed": PLAIN}).status == "completed"
+
+
+def test_null_is_a_field_left_out_whatever_its_name(client: httpx.Client) -> None:
+    text = {"type": "input_text", "text": QUESTION, "newer": None}
+    message = {"role": "user", "content": [text], "newest": None}
+    assert respond(client, PLAIN, input=[message], newest=None)["status"] == "completed"
+    part = {"type": "text", "text": QUESTION, "newer": None}
+    body = {"messages": [{"role": "user", "content": [part], "newest": None}], "newest": None, "seed": PLAIN}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_logprobs_are_those_of_the_text(client: httpx.Client) -> None:

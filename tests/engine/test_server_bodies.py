@@ -154,6 +154,28 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client, field: dict[str
     assert client.post(CHAT, json=SHORT[CHAT] | field).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [HI], "response_format": {"type": "json_schema", "json_schema": {"schema": "DEEP"}}}),
+        (COMPLETIONS, {"prompt": "a", "guided_json": "DEEP"}),
+        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": "DEEP"}}}),
+        (CHAT, {"messages": [HI], "chat_template_kwargs": {"suffix": "DEEP"}}),
+    ],
+    ids=["response_format", "guided_json", "text.format", "chat_template_kwargs"],
+)
+def test_however_deep_a_body_is_it_is_the_requests_fault(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """What can just be read may be too deep to be written again, further down the stack."""
+    before, after = json.dumps(body).split('"DEEP"')
+    words = set()
+    for depth in range(800, 1000, 2):
+        content = before + '{"items":' * depth + "{}" + "}" * depth + after
+        error = client.post(path, content=content, headers=JSON_TYPE)
+        assert error.status_code in (200, 400), (depth, error.text)
+        words.add("nested too deeply" in error.text)
+    assert True in words, "deep enough to be refused by the parser"
+
+
 def test_too_many_tokens_to_put_together_are_named(client: httpx.Client) -> None:
     error = error_of(client.post("/detokenize", json={"tokens": [97] * (MAX_TOKENS + 1)}))
     assert error["param"] == "tokens"

@@ -158,6 +158,38 @@ def test_stop_strings_do_not_depend_on_how_text_is_cut(text: str, stops: list[st
         assert (watch.matched, shown) == (None, text)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("ab", max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 10),
+)
+def test_a_stop_string_may_begin_below_min_tokens_and_ends_behind_them(
+    text: str, stops: list[str], min_tokens: int
+) -> None:
+    """One token a character. As in vLLM, what has ended by then is text."""
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(min_tokens + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    sampling = SamplingParams(stop=tuple(stops), min_tokens=min_tokens)
+    watch = OutputText(tokenizer_of(byte_level_backend()), prompt_token_ids=(), sampling=sampling)
+    shown, matched = "", None
+    for number, token in enumerate(text.encode(), 1):
+        delta = watch.push(output(token, finish=FinishReason.LENGTH if number == len(text) else None))
+        shown += delta.text
+        if delta.finish_reason is not None:
+            matched = delta.stop_reason
+            break
+    if ends:
+        end, _, stop = min(ends)
+        assert (matched, shown) == (stop, text[: end - len(stop)])
+    else:
+        assert (matched, shown) == (None, text)
+
+
 # --- one request's output
 
 

@@ -12,7 +12,7 @@ from reprise_engine.request import TokenId
 from reprise_engine.server.prepare import encode
 from reprise_engine.server.protocol_chat import ChatPrompt
 from reprise_engine.server.state import Loaded
-from reprise_engine.text import ChatTemplateError, Tokenizer
+from reprise_engine.text import ChatTemplateError
 from reprise_engine.text.reasoning import ReasoningStart, reasoning_start
 
 _THINKING = "enable_thinking"
@@ -33,17 +33,20 @@ class RenderedChat:
     variables: Mapping[str, Any]
 
 
-async def chat_prompt(model: Loaded, body: ChatPrompt) -> tuple[TokenId, ...]:
-    """The token ids of a conversation. Raises RequestError, in the template's words where it is the template's."""
-    return (await render_chat(model, body)).token_ids
+async def chat_prompt(model: Loaded, body: ChatPrompt, *, fits: bool = True) -> tuple[TokenId, ...]:
+    """The token ids of a conversation. Raises RequestError, in the template's words where it is the template's.
+
+    With `fits` one that is far too long is refused before all of it is encoded.
+    """
+    return (await render_chat(model, body, fits=fits)).token_ids
 
 
-async def render_chat(model: Loaded, body: ChatPrompt, *, effort: str | None = None) -> RenderedChat:
+async def render_chat(model: Loaded, body: ChatPrompt, *, effort: str | None = None, fits: bool = True) -> RenderedChat:
     """`effort` is reasoning_effort. Raises RequestError like `chat_prompt`, and for tools or an effort that the
     template does not know."""
     _check_variables(model, body.chat_template_kwargs or {})
     variables = dict(body.chat_template_kwargs or {}) | _thinking(model, body, effort)
-    return await asyncio.to_thread(_render, model.tokenizer, body, variables)
+    return await asyncio.to_thread(_render, model, body, variables, fits=fits)
 
 
 def _check_variables(model: Loaded, variables: Mapping[str, Any]) -> None:
@@ -84,7 +87,8 @@ def _thinking(model: Loaded, body: ChatPrompt, effort: str | None) -> dict[str, 
     return {}
 
 
-def _render(tokenizer: Tokenizer, body: ChatPrompt, variables: Mapping[str, Any]) -> RenderedChat:
+def _render(model: Loaded, body: ChatPrompt, variables: Mapping[str, Any], *, fits: bool) -> RenderedChat:
+    tokenizer = model.tokenizer
     messages = [message.for_template() for message in body.messages]
     template = tokenizer.chat_template
     if template is not None and not template.knows_developer_role:
@@ -109,7 +113,7 @@ def _render(tokenizer: Tokenizer, body: ChatPrompt, variables: Mapping[str, Any]
     except ChatTemplateError as error:
         raise RequestError(str(error), param="messages") from error
     return RenderedChat(
-        token_ids=encode(tokenizer, text, add_special_tokens=body.add_special_tokens, param="messages"),
+        token_ids=encode(model, text, add_special_tokens=body.add_special_tokens, param="messages", fits=fits),
         text=text,
         start=reasoning_start(text, continued=body.messages[-1].content if body.continue_final_message else None),
         messages=messages,

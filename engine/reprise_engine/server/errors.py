@@ -96,6 +96,11 @@ def install(app: FastAPI) -> None:
         message, param = describe(error.errors())
         return JSONResponse(error_body(message, param=param), status_code=400)
 
+    @app.exception_handler(RecursionError)
+    async def nested(_: Request, __: RecursionError) -> JSONResponse:
+        # Only a body is followed as deep as it goes. One that could just be read may be too deep to be written again.
+        return JSONResponse(error_body("The body is nested too deeply."), status_code=400)
+
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)

@@ -18,20 +18,30 @@ from reprise_engine.server.protocol import GenerationBody
 from reprise_engine.server.protocol_chat import ChatCompletionBody
 from reprise_engine.server.request_log import note
 from reprise_engine.server.state import Loaded, ServerState
-from reprise_engine.text import Tokenizer, tool_calls
+from reprise_engine.text import tool_calls
 from reprise_engine.text.bad_words import bad_word_tokens
 
 _T = TypeVar("_T")
 
 
-async def text_prompt(model: Loaded, text: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
-    """Raises RequestError for text that is not Unicode."""
-    return await asyncio.to_thread(encode, model.tokenizer, text, add_special_tokens=add_special_tokens, param="prompt")
+async def text_prompt(
+    model: Loaded, text: str, *, add_special_tokens: bool = True, fits: bool = True
+) -> tuple[TokenId, ...]:
+    """Raises RequestError like `encode`."""
+    return await asyncio.to_thread(
+        encode, model, text, add_special_tokens=add_special_tokens, param="prompt", fits=fits
+    )
 
 
-def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
-    """Raises RequestError, naming `param`, for text that is not Unicode."""
+def encode(model: Loaded, text: str, *, add_special_tokens: bool, param: str, fits: bool) -> tuple[TokenId, ...]:
+    """Raises RequestError, naming `param`, for text that is not Unicode.
+
+    With `fits` a text that is far too long is refused before all of it is encoded, as ContextLengthExceeded.
+    """
+    tokenizer = model.tokenizer
     try:
+        if fits and (tokens := tokenizer.at_least(text, _longest(model))) >= _longest(model):
+            raise _too_long(model, f"at least {tokens}")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (UnicodeError, TypeError) as error:  # half of a surrogate pair, which JSON can spell
         raise RequestError(f"{param} holds text that is not valid Unicode.", param=param) from error
@@ -103,6 +113,22 @@ def _longest(model: Loaded) -> int:
     return min(resolved.max_model_len, resolved.num_gpu_blocks * resolved.block_size)
 
 
+def _limit(model: Loaded) -> str:
+    """`_longest` in words."""
+    limit, context = _longest(model), model.resolved.max_model_len
+    if limit == context:
+        return f"this model's maximum context length is {limit} tokens"
+    return f"the KV cache holds {limit} tokens (less than max_model_len, {context})"
+
+
+def _too_long(model: Loaded, tokens: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"The prompt has {tokens} tokens, but {_limit(model)}, and at least one is generated. Shorten the prompt.",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def truncated(
     model: Loaded, prompt: Sequence[TokenId], keep: int | None, *, max_tokens: int | None
 ) -> Sequence[TokenId]:
@@ -131,26 +157,15 @@ def resolve_max_tokens(
 
     Raises ContextLengthExceeded, so the client learns of it before any stream begins; `field` is its word for it.
     """
-    resolved = model.resolved
-    limit = _longest(model)
-    name = (
-        f"this model's maximum context length is {limit} tokens"
-        if limit == resolved.max_model_len
-        else f"the KV cache holds {limit} tokens (less than max_model_len, {resolved.max_model_len})"
-    )
-    room = limit - prompt_tokens
+    room = _longest(model) - prompt_tokens
     if room < 1:
-        raise ContextLengthExceeded(
-            f"The prompt has {prompt_tokens} tokens, but {name}, and at least one is generated. Shorten the prompt.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(model, str(prompt_tokens))
     if asked is None:
         return room if default is None else min(room, default)
     if asked > room:
         raise ContextLengthExceeded(
             f"You asked for {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, {field} {asked}), "
-            f"but {name}. Shorten the prompt or lower {field} to at most {room}.",
+            f"but {_limit(model)}. Shorten the prompt or lower {field} to at most {room}.",
             param=field,
             code="context_length_exceeded",
         )

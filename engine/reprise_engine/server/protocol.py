@@ -110,9 +110,12 @@ class Body(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
+            if value is None:
+                # What clients write for a field that they leave out, those of a newer API among them: a dump of an
+                # answer by OpenAI's client has every field that its class knows.
+                continue
             if name in cls.model_fields:
-                if value is not None:  # null is what clients write for a field that they leave out
-                    kept[name] = value
+                kept[name] = value
             elif name in _HARMLESS:
                 continue
             elif name in cls.not_supported:

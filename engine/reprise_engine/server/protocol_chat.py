@@ -79,7 +79,8 @@ def _text_of(part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise refuse("messages", "A content part of type 'text' needs a string in its field text.")
-    unknown = next((name for name in part if name not in ("type", "text", *HARMLESS_IN_PARTS)), None)
+    known = ("type", "text", *HARMLESS_IN_PARTS)
+    unknown = next((name for name, value in part.items() if value is not None and name not in known), None)
     if unknown is not None:
         raise refuse("messages", f"Unknown field {unknown!r} in a content part of type 'text'.")
     return text

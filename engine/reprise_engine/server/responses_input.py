@@ -26,7 +26,8 @@ def _part(part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise refuse("input", f"A content part of type {kind!r} needs a string in its field text.")
-    unknown = next((name for name in part if name not in ("type", "text", "logprobs", *HARMLESS_IN_PARTS)), None)
+    known = ("type", "text", "logprobs", *HARMLESS_IN_PARTS)
+    unknown = next((name for name, value in part.items() if value is not None and name not in known), None)
     if unknown is not None:
         raise refuse("input", f"Unknown field {unknown!r} in a content part of type {kind!r}.")
     return text

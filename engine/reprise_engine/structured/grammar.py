@@ -10,6 +10,7 @@ import llguidance
 
 from reprise_engine.errors import RequestError
 from reprise_engine.request import StructuredOutput
+from reprise_engine.structured.blanks import with_blanks
 
 _ANY_OBJECT = json.dumps({"type": "object"})
 _LONGEST_COMPLAINT = 300
@@ -35,6 +36,8 @@ def grammar_of(structured: StructuredOutput) -> str:
                 return _of_choices(json.loads(structured.text))
             case "grammar":
                 return llguidance.grammar_from(structured.kind, structured.text)
+    except RecursionError:
+        raise refused(structured, "it is nested too deeply") from None
     except (ValueError, TypeError) as error:
         raise refused(structured, str(error)) from error
 
@@ -45,8 +48,7 @@ def _of_choices(choices: Sequence[str]) -> str:
 
 
 def _of_schema(schema: str) -> str:
-    # Whitespace as the model likes it, where the schema's own "x-guidance" does not say otherwise.
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": True})
+    return llguidance.LLMatcher.grammar_from_json_schema(with_blanks(schema))
 
 
 def refused(structured: StructuredOutput, complaint: str) -> RequestError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise_engine.request import TokenId
+from reprise_engine.structured.blanks import with_blanks
 from reprise_engine.text import reasoning, tool_calls
 from reprise_engine.text.reasoning import ReasoningStart
 
@@ -65,7 +66,7 @@ class AnswerGrammar:
 
     def formed(self, schema: str, functions: Sequence[GrammarFunction] = ()) -> str:
         """JSON of `schema` (its text), or calls."""
-        answer = ["form: %json " + schema]
+        answer = ["form: %json " + with_blanks(schema)]
         if not functions:
             return self._grammar("form", answer)
         return self._grammar('(form | call ("\\n" call)*)', [*answer, *self._calls(functions)])

@@ -33,17 +33,15 @@ class StopStrings:
     def push(self, text: str, *, check: bool = True) -> str:
         """The text that may be shown now. After a match (see `matched`) the rest is dropped.
 
-        `check` False shows everything and looks for nothing: below min_tokens.
+        With `check` False nothing ends in `text`: below min_tokens. A stop string that begins there may end later.
         """
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
-        if not check:
-            shown, self._held = self._held + text, ""
-            return shown
+        before = len(self._held)
         text = self._held + text
-        found = self._find(text)
+        found = self._find(text, behind=before) if check else None
         if found is not None:
             at, stop = found
             self.matched = stop
@@ -58,10 +56,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
+    def _find(self, text: str, *, behind: int) -> tuple[int, str] | None:
+        """Those only that end behind the first `behind` characters: what ended there was not looked for."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
-            at = text.find(stop)
+            at = text.find(stop, max(0, behind + 1 - len(stop)))
             if at < 0:
                 continue
             if best is None or (at + len(stop), at) < (best[0] + len(best[1]), best[0]):

@@ -10,11 +10,16 @@ import tokenizers
 
 from reprise_engine.errors import ModelError
 from reprise_engine.request import TokenId
+from reprise_engine.text.byte_level import BYTE_LEVEL
 from reprise_engine.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, select_template
 from reprise_engine.text.convert import converted_folder
 from reprise_engine.text.files import model_folder, read_json, resolve_model
+from reprise_engine.text.token_bounds import TokenBounds, token_bounds
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_LONG_TOKEN = 8
+"""Characters: few texts have tokens that are longer than this in the mean."""
 
 
 class Tokenizer:
@@ -32,6 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._added = backend.get_added_tokens_decoder()
+        self._bounds: TokenBounds | None = None
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
 
@@ -51,6 +57,22 @@ class Tokenizer:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
+    def at_least(self, text: str, limit: int) -> int:
+        """Tokens that `text` has, or fewer, found without encoding more than about `limit` tokens of it.
+
+        A figure of `limit` or more is a proof that it has as many; a smaller one is none of anything.
+        """
+        ahead = limit * _LONG_TOKEN
+        if len(text) <= ahead:
+            return 0
+        if self._bounds is None:  # by whoever comes first; two at once find the same
+            self._bounds = token_bounds(self._backend)
+        found = self._bounds.at_least(text)
+        if found >= limit:
+            return found
+        front = self._bounds.front(text, ahead)
+        return found if front is None else max(found, len(self.encode(front, add_special_tokens=False)))
+
     def decode(self, token_ids: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -68,7 +90,7 @@ class Tokenizer:
         text = self.token_text(token_id)
         if "\ufffd" in text:
             try:
-                return bytes(_BYTE_LEVEL[character] for character in token)
+                return bytes(BYTE_LEVEL[character] for character in token)
             except KeyError:
                 pass
         return text.encode()
@@ -109,18 +131,6 @@ class Tokenizer:
             tools=tools,
             variables=variables,
         )
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (`bytes_to_unicode` of openai/gpt-2 encoder.py), inverted."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet |= {chr(256 + index): byte for index, byte in enumerate(others)}
-    return alphabet
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
 
 
 def load_tokenizer(

@@ -26,7 +26,7 @@ async def chat_completions(request: Request, body: ChatCompletionBody, state: St
     arrival_time = time.monotonic()
     name = state.check_model(body.model)
     use = tool_use(model, body)
-    chat = await render_chat(model, body, effort=body.reasoning_effort)
+    chat = await render_chat(*(model, body), effort=body.reasoning_effort, fits=body.truncate_prompt_tokens is None)
     generations = await prepare.chat_generations(
         *(model, state, request, body, chat.token_ids),
         structured=answer_form(model, body.structured, chat.start, use),

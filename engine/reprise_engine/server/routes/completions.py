@@ -34,7 +34,10 @@ async def completions(request: Request, body: CompletionBody, state: State, mode
     prompts: list[Sequence[TokenId]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            prompts.append(await prepare.text_prompt(model, prompt, add_special_tokens=body.add_special_tokens))
+            encoded = await prepare.text_prompt(
+                *(model, prompt), add_special_tokens=body.add_special_tokens, fits=body.truncate_prompt_tokens is None
+            )
+            prompts.append(encoded)
         else:
             prepare.check_token_ids(model, prompt, param="prompt")
             prompts.append(prompt)

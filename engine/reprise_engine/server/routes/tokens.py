@@ -24,9 +24,9 @@ async def tokenize(body: TokenizeBody, state: State, model: Model) -> Response:
     """The token ids of a text (`prompt`), or of a conversation (`messages`) under the chat template."""
     state.check_model(body.model)
     if isinstance(body, TokenizeTextBody):
-        token_ids = await text_prompt(model, body.prompt, add_special_tokens=body.add_special_tokens)
+        token_ids = await text_prompt(model, body.prompt, add_special_tokens=body.add_special_tokens, fits=False)
     else:
-        token_ids = await chat_prompt(model, body)
+        token_ids = await chat_prompt(model, body, fits=False)
     answer = {
         "count": len(token_ids),
         "max_model_len": model.resolved.max_model_len,
