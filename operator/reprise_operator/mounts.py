@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from reprise_operator.api import ClusterError, Fault
+from reprise_operator.cause import without_secrets
 from reprise_operator.observed import ContainerFailure, ObservedPod
 
 Body = Mapping[str, Any]
@@ -73,7 +74,8 @@ def mount_failure(events: Sequence[Body]) -> ContainerFailure | None:
     newest = max(events, key=lambda event: (_moment(event), event.get("reason") in _FAILURES), default=None)
     if newest is None or newest.get("reason") not in _FAILURES:
         return None
-    return ContainerFailure(container="", reason="FailedMount", message=str(newest.get("message") or ""))
+    words = without_secrets(str(newest.get("message") or ""))
+    return ContainerFailure(container="", reason="FailedMount", message=words)
 
 
 def _moment(event: Body) -> str:

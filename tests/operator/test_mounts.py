@@ -43,6 +43,7 @@ PULLING = event("Pulling", "2026-01-01T00:03:00Z")
         ([SCHEDULED, FAILED, PULLING], None),
         ([PULLING, event("FailedMount", "", series={"lastObservedTime": "2026-01-01T00:04:00.5Z"})], REFUSED),
         ([event("FailedAttachVolume", "2026-01-01T00:02:00Z", "Multi-Attach error")], "Multi-Attach error"),
+        ([event("FailedMount", "2026-01-01T00:02:00Z", "mount -o password=hunter2")], "mount -o password=[hidden]"),
     ],
 )
 def test_the_newest_event_counts(events: list[Body], message: str | None) -> None:
