@@ -333,6 +333,17 @@ def test_nothing_is_taken_back_too_early_or_to_nowhere() -> None:
     assert not decide(new, seen, same).rejects, "it was good before: a node is broken, not the template"
 
 
+def test_a_template_that_nobody_wrote_down_has_its_whole_time() -> None:
+    """The process ended between the write to the workload and that of the status: what is remembered is the template
+    before, which began days ago."""
+    old, new = planned(spec()), planned(spec(CHANGE))
+    seen, before = missed(new, old, BROKEN), begun(old, old)
+    release = decide(new, seen, before)
+    assert not release.rejects
+    assert release.state == started(template_hash(new), NOW, last_good=before.last_good)
+    assert decide(new, seen, release.state, now=NOW + 4000).rejects
+
+
 def test_a_pod_that_says_nothing_is_asked_for_the_end_of_its_log() -> None:
     old, new = planned(spec()), planned(spec(CHANGE))
     state = begun(new, old)
