@@ -23,7 +23,7 @@ _FAILURES = frozenset({"FailedMount", "FailedAttachVolume"})
 class PodEvents(Protocol):
     """The part of cluster.py that is needed."""
 
-    async def pod_events(self, namespace: str, uid: str) -> Sequence[Body]: ...
+    async def events_about(self, namespace: str, uid: str) -> Sequence[Body]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class MountReader:
         last = self._last.get(pod.uid)
         if last is None or now - last.at >= self._interval:
             try:
-                failure = mount_failure(await events.pod_events(namespace, pod.uid))
+                failure = mount_failure(await events.events_about(namespace, pod.uid))
             except ClusterError as error:
                 if error.fault is not Fault.FORBIDDEN:
                     raise

@@ -56,7 +56,7 @@ class Events:
     def __init__(self, *events: Body, fault: Fault | None = None) -> None:
         self.events, self.fault, self.asked = events, fault, 0
 
-    async def pod_events(self, namespace: str, uid: str) -> Sequence[Body]:
+    async def events_about(self, namespace: str, uid: str) -> Sequence[Body]:
         self.asked += 1
         if self.fault is not None:
             raise ClusterError(self.fault, "no")
