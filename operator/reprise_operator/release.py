@@ -118,7 +118,10 @@ def _stay(plan: Plan, observed: Observed, state: ReleaseState) -> Release:
     """A rejected template is not given again until the spec asks for another one. Everything but it is applied."""
     assert state.rejected is not None
     rejected = state.rejected
-    template = observed.templates.get(rejected.pod_template_hash or "")
+    live = _workload(plan, observed)
+    # Where its ReplicaSet is not known (any more), that of the workload: its replicas are the spec's all the same.
+    as_it_is = None if live is None else live.body["spec"]["template"]
+    template = observed.templates.get(rejected.pod_template_hash or "") or as_it_is
     held = Diagnosis(state=State.STALLED, reason=rejected.reason, message=rejected.message)
     kept = replace(state, check_job=None, check_waits=None)
     return Release(workload=with_template(plan, template), state=kept, held=held)

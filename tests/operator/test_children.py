@@ -149,6 +149,24 @@ def test_image(spec: dict[str, Any], image: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("image", "policy"),
+    [
+        ("r.example/e:1", "IfNotPresent"),
+        ("r.example/e:latest", "Always"),
+        ("r.example:5000/e", "Always"),
+        ("e", "Always"),
+        (f"r.example/e@sha256:{'0' * 64}", "IfNotPresent"),
+        (f"r.example/e:1@sha256:{'0' * 64}", "IfNotPresent"),
+    ],
+)
+def test_the_pull_policy_is_that_of_this_image_and_not_of_the_one_before(image: str, policy: str) -> None:
+    made = planned({"runtime": {"image": image}, "model": {"uri": "hf://org/model"}})
+    assert container(made)["imagePullPolicy"] == policy
+    (fetching,) = made.workload["spec"]["template"]["spec"]["initContainers"]
+    assert fetching["imagePullPolicy"] == policy
+
+
+@pytest.mark.parametrize(
     ("accelerator", "resource", "count"),
     [
         ({}, "huawei.com/Ascend910", "1"),

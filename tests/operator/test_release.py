@@ -261,6 +261,20 @@ def test_a_failed_check_leaves_the_pod_and_is_not_repeated() -> None:
     assert decide(old, serving(old), release.state).state == given(old)
 
 
+def test_without_the_replica_set_of_a_good_template_the_replicas_are_still_the_specs() -> None:
+    """The check's end came before the Deployment's controller had told which one it is, or somebody has deleted it."""
+    old, new = planned(spec()), planned(spec(CHANGE))
+    unknown = replace(serving(old), template_hash=None, templates={})
+    failed = Check(state=CheckState.FAILED, reason="CheckFailed", message="no")
+    rejected = decide(new, unknown, given(old), Evidence(check=failed)).state
+    assert rejected.rejected is not None
+    for part in ({"suspend": True}, {"replicas": 3}):
+        release = decide(planned(spec(CHANGE) | part), serving(old), rejected)
+        assert release.workload is not None
+        assert release.workload["spec"]["replicas"] == part.get("replicas", 0)
+        assert "--max-num-seqs=3" not in args_of(release)
+
+
 # A change that does not become good ---------------------------------------------------------------------------------
 
 
