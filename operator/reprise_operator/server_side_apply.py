@@ -143,7 +143,7 @@ async def _hand_over(api: Api, workload: ObservedChild, namespace: str, replicas
 
 
 def yaml_of(body: Body) -> str:
-    """`body` as JSON that is YAML, too, as which the API server reads an apply. YAML has no pairs of surrogates, so what
+    """`body` as JSON that is YAML, too: as that the API server reads an apply. YAML has no pairs of surrogates, so what
     JSON would escape by one (an emoji in a prompt) stands for itself."""
 
     def escape(found: re.Match[str]) -> str:
