@@ -73,5 +73,6 @@ async def test_a_service_deleted_and_made_again_at_once_comes_up_without_anybody
     eventually(lambda: uid("service") is None, "the old Service is gone")
     await bench.make_ready()
     assert uid("service") is not None
-    assert bench.kubectl.get("configmap", f"{NAME}-warmup")["data"] == {"prompts.jsonl": '{"prompt": "b"}\n'}
+    warmup = bench.kubectl.get("configmap", f"{NAME}-warmup") or {}
+    assert warmup["data"] == {"prompts.jsonl": '{"prompt": "b"}\n'}
     assert bench.status()["observedGeneration"] == 1
