@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from reprise_operator.cause import without_secrets
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.naming import PLAN_HASH_ANNOTATION
 
@@ -171,5 +172,6 @@ def _value(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """The end tells images apart, so the middle goes."""
+    """The end tells images apart, so the middle goes; and so does what looks like a credential."""
+    text = without_secrets(text)
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE // 2 - 1]}…{text[-MAX_VALUE // 2 :]}"

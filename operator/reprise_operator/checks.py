@@ -38,8 +38,12 @@ _NO_COMMAND = re.compile(r"invalid choice: '(?:check|python3)'|unknown command:?
 _BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*"(: \w+: )?')
 
 
-def outcome_of(job: Body, pods: Sequence[ObservedPod]) -> Check:
-    """What the Job has found so far."""
+# The name is another one each time.
+_POD_NAME = re.compile(r'^(Error creating: )?pods "[^"]*" is ')
+
+
+def outcome_of(job: Body, pods: Sequence[ObservedPod], events: Sequence[Body] = ()) -> Check:
+    """What the Job has found so far. `events` are those about the Job itself, of one that has no pod."""
     conditions = {
         condition["type"]: condition
         for condition in (job.get("status") or {}).get("conditions") or ()
@@ -64,7 +68,19 @@ def outcome_of(job: Body, pods: Sequence[ObservedPod]) -> Check:
         if not pod.scheduled and pod.unschedulable_message:
             words = f"its pod has no node: {pod.unschedulable_message}"
             return Check(state=CheckState.RUNNING, reason="Checking", message=words)
+    refused = "" if pods else _refusal(events)
+    if refused:
+        return Check(state=CheckState.RUNNING, reason="PodsRefused", message=refused)
     return Check(state=CheckState.RUNNING, reason="Checking")
+
+
+def _refusal(events: Sequence[Body]) -> str:
+    """Why the Job may not create its pod (a quota, Pod Security, a webhook), which it says nowhere else."""
+    refusals = [event for event in events if event.get("reason") == "FailedCreate"]
+    newest = max(
+        refusals, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""), default={}
+    )
+    return _POD_NAME.sub("its pod is ", end_of(str(newest.get("message") or "")))
 
 
 def _waits_for(failure: ContainerFailure) -> Check | None:
@@ -73,5 +89,7 @@ def _waits_for(failure: ContainerFailure) -> Check | None:
         return None
     image = "Image" in failure.reason or failure.reason in ("RegistryUnavailable", "SignatureValidationFailed")
     reason = "ImagePullFailed" if image else "ContainerConfigInvalid"
+    if failure.reason == "FailedMount":
+        reason = "VolumeMountFailed"
     words = _BACK_OFF.sub("", failure.message)
     return Check(state=CheckState.RUNNING, reason=reason, message=end_of(words) or failure.reason)

@@ -152,8 +152,8 @@ class Cluster:
             raise
         return nodes, pods
 
-    async def pod_events(self, namespace: str, uid: str) -> tuple[Body, ...]:
-        """The events about one pod."""
+    async def events_about(self, namespace: str, uid: str) -> tuple[Body, ...]:
+        """The events about one object."""
         return await self._api.list(EVENTS, namespace, fields={"involvedObject.uid": uid})
 
     async def replica_sets(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:

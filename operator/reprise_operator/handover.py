@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from reprise_operator.observed import Observed, ObservedPod
 from reprise_operator.plan import Plan
+from reprise_operator.readiness import missing_for_pods
 from reprise_operator.replicas import wanted_replicas
 from reprise_operator.rollout import ChildKey, Delete
 from reprise_operator.workloads import counts, predecessors, workload_of
@@ -46,7 +47,9 @@ def hand_over(plan: Plan, observed: Observed) -> tuple[Delete | Scale, ...]:
     figures = counts(successor)
     if not figures.seen:
         return ()
-    ahead = 1 if any(_lacks_room(pod) for pod in observed.current_pods) else 0
+    lacks_room = any(_lacks_room(pod) for pod in observed.current_pods)
+    # A device does not help a pod that cannot be started on it.
+    ahead = 1 if lacks_room and missing_for_pods(plan, observed) is None else 0
     allowed = max(0, wanted_replicas(plan, successor) - figures.available - ahead)
     actions: list[Delete | Scale] = []
     for child in before:
@@ -64,17 +67,20 @@ def hand_over(plan: Plan, observed: Observed) -> tuple[Delete | Scale, ...]:
 def replace_pods(plan: Plan, observed: Observed) -> tuple[DeletePod, ...]:
     """Pods of the StatefulSet that are of an older template and go now; the controller makes them anew.
 
-    A pod that is only too busy for its probe is not broken, and while there is one, no other one goes.
+    A pod that is only too busy for its probe is not broken, and while there is one, no other one goes. None goes while
+    its successor could not be started.
     """
     workload = workload_of(plan, observed)
     if workload is None or workload.kind != "StatefulSet" or observed.template_hash is None:
+        return ()
+    if missing_for_pods(plan, observed) is not None:
         return ()
     ours = [pod for pod in observed.pods if (pod.template_hash or "").startswith(f"{workload.name}-")]
     old = [pod for pod in ours if pod.template_hash != observed.template_hash and not pod.terminating]
     broken = [pod for pod in old if not pod.ready and (pod.failures or not pod.started)]
     if broken:
         return tuple(DeletePod(name=pod.name, uid=pod.uid, broken=True) for pod in broken)
-    all_serve = len(ours) >= plan.replicas and all(pod.ready and not pod.terminating for pod in ours)
+    all_serve = len(ours) >= wanted_replicas(plan, workload) and all(pod.ready and not pod.terminating for pod in ours)
     if not old or not all_serve:
         return ()
     last = max(old, key=lambda pod: (len(pod.name), pod.name))

@@ -103,7 +103,7 @@ PERMISSIONS: Mapping[Permission, frozenset[str]] = _table(
         ("", "secrets"): {"get"},
         ("", "persistentvolumeclaims"): {"get"},
         **{(kind.group, kind.plural): {"get", "list", "create", "patch", "delete"} for kind in OPTIONAL_TYPES},
-        # Listed: those about one pod that waits for its volumes.
+        # Listed: those about one pod that waits for its volumes, or one Job that may not create its pod.
         ("", "events"): {"list", "create", "patch"},
     }
 )

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from reprise_operator.api import ClusterError, Fault
+from reprise_operator.cause import without_secrets
 from reprise_operator.children.pod import CONTAINER
 from reprise_operator.observed import ObservedPod, Termination
 
@@ -52,9 +53,10 @@ class LogTails:
 
 
 async def _tail(read: Read, namespace: str, pod: ObservedPod, end: Termination) -> str | None:
-    """None where it is worth another try."""
+    """Without what looks like a credential, since a line of it may come into the status. None where it is worth another
+    try."""
     try:
-        return await read(namespace, pod.name, end.container)
+        return without_secrets(await read(namespace, pod.name, end.container))
     except ClusterError as error:
         logger.info("%s/%s: the log of %s cannot be read: %s", namespace, pod.name, end.container, error)
         return None if error.fault is Fault.UNAVAILABLE else ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from reprise_operator.api import ClusterError, Fault
+from reprise_operator.cause import without_secrets
 from reprise_operator.observed import ContainerFailure, ObservedPod
 
 Body = Mapping[str, Any]
@@ -22,7 +23,7 @@ _FAILURES = frozenset({"FailedMount", "FailedAttachVolume"})
 class PodEvents(Protocol):
     """The part of cluster.py that is needed."""
 
-    async def pod_events(self, namespace: str, uid: str) -> Sequence[Body]: ...
+    async def events_about(self, namespace: str, uid: str) -> Sequence[Body]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class MountReader:
         last = self._last.get(pod.uid)
         if last is None or now - last.at >= self._interval:
             try:
-                failure = mount_failure(await events.pod_events(namespace, pod.uid))
+                failure = mount_failure(await events.events_about(namespace, pod.uid))
             except ClusterError as error:
                 if error.fault is not Fault.FORBIDDEN:
                     raise
@@ -73,7 +74,8 @@ def mount_failure(events: Sequence[Body]) -> ContainerFailure | None:
     newest = max(events, key=lambda event: (_moment(event), event.get("reason") in _FAILURES), default=None)
     if newest is None or newest.get("reason") not in _FAILURES:
         return None
-    return ContainerFailure(container="", reason="FailedMount", message=str(newest.get("message") or ""))
+    words = without_secrets(str(newest.get("message") or ""))
+    return ContainerFailure(container="", reason="FailedMount", message=words)
 
 
 def _moment(event: Body) -> str:

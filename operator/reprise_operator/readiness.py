@@ -28,8 +28,11 @@ UNSCHEDULABLE_SECONDS = 600.0
 def diagnose(plan: Plan, observed: Observed, *, now: float, held: Diagnosis | None = None) -> Diagnosis:
     """How the service is doing now. `held`: why the present spec's template is not given to the workload (yet)."""
     taken = conflicts(plan, observed)
+    for_good = [conflict.message for conflict in taken if not conflict.leaving]
+    if for_good:
+        return stalled("NameTaken", " ".join(for_good))
     if taken:
-        return stalled("NameTaken", " ".join(conflict.message for conflict in taken))
+        return Diagnosis(state=State.PROGRESSING, reason="Applying", message=" ".join(each.message for each in taken))
     refused = [
         f"{child}: {message}"
         for child, message in sorted(observed.apply_errors.items())
@@ -129,10 +132,8 @@ def _hostname_taken(plan: Plan) -> Diagnosis | None:
     return None if taken is None else stalled("HostnameTaken", taken.message)
 
 
-def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
-    secrets = [name for name in plan.secret_names if name in observed.missing_secrets]
-    if secrets:
-        return _not_found("Secret", secrets, plan, reason="SecretNotFound")
+def missing_for_pods(plan: Plan, observed: Observed) -> Diagnosis | None:
+    """What no pod of the present spec can be started without, and what is known not to be there."""
     missing = unresolved(plan, observed)
     if missing:
         told = " ".join(item.message(plan.identity.namespace) for item in missing)
@@ -141,6 +142,14 @@ def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
     if claims:
         return _not_found("PersistentVolumeClaim", claims, plan, reason="ClaimNotFound")
     return None
+
+
+def _missing_objects(plan: Plan, observed: Observed) -> Diagnosis | None:
+    # What is not read by its content: those of image registries.
+    secrets = [name for name in plan.secret_names if name in observed.missing_secrets]
+    if secrets:
+        return _not_found("Secret", secrets, plan, reason="SecretNotFound")
+    return missing_for_pods(plan, observed)
 
 
 def _not_found(kind: str, names: Sequence[str], plan: Plan, *, reason: str) -> Diagnosis:

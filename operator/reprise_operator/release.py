@@ -2,7 +2,8 @@
 
 A *release* is the way of a changed pod template to the workload. The questions are asked in order:
 no workload yet? → this template rejected before? → given already: did it become good, or miss its deadline? → may it be
-given now: would it take the last serving pod? Then a Job checks it first (children/check_job.py).
+given now: is something missing without which no pod of it starts? would it take the last serving pod? Then a Job checks
+it first (children/check_job.py).
 
 Level-triggered like all of it: an edit that is taken back before it was given leaves no trace, and one that was given
 is replaced by the Deployment controller, which takes the pods that do not serve first.
@@ -34,6 +35,7 @@ from reprise_operator.diagnosis import Diagnosis, State
 from reprise_operator.kinds import DEPLOYMENTS
 from reprise_operator.observed import Observed, ObservedChild, ObservedPod
 from reprise_operator.plan import Manifest, Plan
+from reprise_operator.readiness import missing_for_pods
 from reprise_operator.rejection import LogSource, cause_of, clipped, log_source
 from reprise_operator.release_manifests import template_hash, with_strategy, with_template
 from reprise_operator.release_state import LastGood, Rejected, ReleaseState, started
@@ -88,6 +90,8 @@ def questions(plan: Plan, observed: Observed, state: ReleaseState, *, now: float
     if given and not _is_stuck_surging(plan, live, observed):
         source = log_source(observed) if _is_overdue(plan, live, observed, state, now) else None
         return Questions(log=source)
+    if not given and _missing(plan, observed) is not None:
+        return Questions()
     devices = read_nodes and may_surge(plan.service)
     return Questions(devices=devices, check=_takes_the_last(plan, observed, default_strategy(plan.service)))
 
@@ -114,7 +118,10 @@ def _stay(plan: Plan, observed: Observed, state: ReleaseState) -> Release:
     """A rejected template is not given again until the spec asks for another one. Everything but it is applied."""
     assert state.rejected is not None
     rejected = state.rejected
-    template = observed.templates.get(rejected.pod_template_hash or "")
+    live = _workload(plan, observed)
+    # Where its ReplicaSet is not known (any more), that of the workload: its replicas are the spec's all the same.
+    as_it_is = None if live is None else live.body["spec"]["template"]
+    template = observed.templates.get(rejected.pod_template_hash or "") or as_it_is
     held = Diagnosis(state=State.STALLED, reason=rejected.reason, message=rejected.message)
     kept = replace(state, check_job=None, check_waits=None)
     return Release(workload=with_template(plan, template), state=kept, held=held)
@@ -125,7 +132,9 @@ def _go_on(
 ) -> Release:
     """The template is on the workload: it becomes good, takes its time, or has missed its deadline."""
     wanted = template_hash(plan)
-    state = replace(state, template_hash=wanted, rejected=None, started_at=state.started_at or timestamp(now))
+    # Of a template that was applied by a process which ended before it could write so, its time begins now.
+    begun = state.started_at if state.template_hash == wanted else None
+    state = replace(state, template_hash=wanted, rejected=None, started_at=begun or timestamp(now))
     if _is_stuck_surging(plan, live, observed) and not _fits(evidence):
         return _without_surge(plan, live, observed, state, evidence)
     state = replace(state, check_job=None, check_waits=None)
@@ -158,6 +167,10 @@ def _roll_back(plan: Plan, observed: Observed, state: ReleaseState, evidence: Ev
 
 def _begin(plan: Plan, observed: Observed, state: ReleaseState, evidence: Evidence, now: float) -> Release:
     """The template is new to the workload: whether it may be given now."""
+    missing = _missing(plan, observed)
+    if missing is not None:
+        kept = replace(state, check_job=None, check_waits=None)
+        return Release(workload=with_template(plan, _live_template(observed)), state=kept, held=missing)
     strategy = default_strategy(plan.service)
     if _fits(evidence):
         wanted = wanted_replicas(plan, _workload(plan, observed))
@@ -306,6 +319,14 @@ def _takes_the_last(plan: Plan, observed: Observed, strategy: Strategy) -> bool:
     return (
         plan.replicas > 0 and bool(_serving(observed)) and strategy.least_available(fewest_replicas(plan.service)) == 0
     )
+
+
+def _missing(plan: Plan, observed: Observed) -> Diagnosis | None:
+    """What is known to keep every pod of the template from starting: no pod that serves goes for one of these."""
+    found = missing_for_pods(plan, observed)
+    if found is None or plan.replicas == 0 or not _serving(observed):
+        return None
+    return replace(found, message=f"{found.message} Those that serve are left as they are until then.")
 
 
 def _fits(evidence: Evidence) -> bool:

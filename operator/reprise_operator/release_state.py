@@ -29,7 +29,7 @@ class Rejected:
     """RolledBack or CheckFailed."""
     message: str
     pod_template_hash: str | None
-    """What runs instead; None leaves the workload as it is."""
+    """What runs instead; None leaves the workload's template as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

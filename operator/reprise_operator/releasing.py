@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reprise_operator.api import ClusterError, Fault
 from reprise_operator.bodies import observed_pod
 from reprise_operator.checks import Check, CheckState, outcome_of
 from reprise_operator.children.accelerator import resource_name
@@ -18,6 +19,7 @@ from reprise_operator.children.check_job import check_job_name
 from reprise_operator.cluster import Cluster
 from reprise_operator.devices import free_pods
 from reprise_operator.diagnosis import Diagnosis, State
+from reprise_operator.mounts import MountReader
 from reprise_operator.naming import CHECK_LABEL, child_name, selector_labels
 from reprise_operator.observed import Observed
 from reprise_operator.plan import Plan
@@ -52,7 +54,7 @@ class Releaser:
             log = await self.cluster.pod_log(namespace, asked.log.pod, asked.log.container, previous=asked.log.previous)
         evidence = Evidence(
             free_pods=await self._free_pods(plan) if asked.devices else None,
-            check=await self._check(plan) if asked.check else None,
+            check=await self._check(plan, now=observed.at) if asked.check else None,
             log=log,
         )
         release = decide_release(plan, observed, state, evidence, now=observed.at)
@@ -73,7 +75,7 @@ class Releaser:
         template = plan.workload["spec"]["template"]
         return free_pods(template, nodes, pods, device=device, ours=selector_labels(plan.identity))
 
-    async def _check(self, plan: Plan) -> Check | None:
+    async def _check(self, plan: Plan, *, now: float) -> Check | None:
         """What has come of the check of this template; None where it has not begun."""
         namespace = plan.identity.namespace
         name = check_job_name(plan.service, template_hash(plan))
@@ -87,7 +89,20 @@ class Releaser:
         bodies = await self.cluster.pods(namespace, {CHECK_LABEL: child_name(plan.identity)})
         uid = job["metadata"]["uid"]
         own = [pod for pod in bodies if any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or ())]
-        return outcome_of(job, [observed_pod(pod) for pod in own])
+        if not own:
+            return outcome_of(job, [], await self._events(namespace, uid))
+        # A check is over in minutes, so what its pod waits for is asked anew each time, and remembered nowhere.
+        mounts = MountReader(clock=lambda: now)
+        return outcome_of(job, await mounts.look(self.cluster, namespace, [observed_pod(pod) for pod in own]))
+
+    async def _events(self, namespace: str, uid: str) -> tuple[Body, ...]:
+        """About one object; none where they may not be read."""
+        try:
+            return await self.cluster.events_about(namespace, uid)
+        except ClusterError as error:
+            if error.fault is not Fault.FORBIDDEN:
+                raise
+            return ()
 
     async def _begin_check(self, release: Release) -> Release:
         assert release.check is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from reprise_operator.naming import OWNER_UID_LABEL, digest
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Manifest, Plan
 from reprise_operator.replicas import replicas_of, unplanned_autoscalers, with_replicas
+from reprise_operator.settings import GROUP, KIND
 from reprise_operator.workloads import is_workload
 
 
@@ -69,9 +70,13 @@ class NameTaken:
     """An object of a child's name exists and is not ours: it is never taken over."""
 
     key: ChildKey
+    leaving: bool = False
+    """It is left of an InferenceService of this name that was deleted: the garbage collector is about to take it."""
 
     @property
     def message(self) -> str:
+        if self.leaving:
+            return f"{self.key} is left of the InferenceService that had this name before, and is waited for to go."
         return (
             f"{self.key} exists and does not belong to this InferenceService. "
             "It is left alone; delete or rename it, or give the InferenceService another name."
@@ -115,18 +120,24 @@ def conflicts(plan: Plan, observed: Observed) -> tuple[NameTaken, ...]:
     """Children whose name belongs to somebody else."""
     keys = (key_of(manifest) for manifest in plan.children)
     found = ((key, find_child(observed, key)) for key in keys)
-    return tuple(NameTaken(key=key) for key, child in found if child is not None and not _is_ours(plan, child))
+    return tuple(
+        NameTaken(key=key, leaving=_is_of_namesake(plan, child))
+        for key, child in found
+        if child is not None and not _is_ours(plan, child)
+    )
 
 
 def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied] | None = None) -> tuple[Action, ...]:
     """What to do now: nothing where the children are as they should be.
 
     Level-triggered: the answer depends on what is, not on what happened. A child that is being deleted is waited for,
-    one whose name is taken is left alone (`conflicts` says so), and one of ours that the Plan does not name is deleted;
-    a workload only as the pods of its successor come up (handover.py).
+    one whose name is taken is left alone (`conflicts` says so) by those of ours, too, that would act on it by its name,
+    and one of ours that the Plan does not name is deleted; a workload only as the pods of its successor come up
+    (handover.py).
     """
     known = applied or {}
-    planned = {key_of(manifest): manifest for manifest in plan.children}
+    foreign = {conflict.key for conflict in conflicts(plan, observed)}
+    planned = {key_of(made): made for made in plan.children if not _acts_on(plan, made, foreign)}
     actions: list[Action] = []
     for key, made in planned.items():
         child, manifest, hand_over = find_child(observed, key), made, None
@@ -146,6 +157,17 @@ def decide(plan: Plan, observed: Observed, *, applied: Mapping[ChildKey, Applied
     return tuple(actions)
 
 
+def _acts_on(plan: Plan, manifest: Manifest, foreign: Collection[ChildKey]) -> bool:
+    """Whether a child would do to somebody else's object what it is there to do to ours: scale it, or send it our
+    clients' requests."""
+    if manifest is plan.autoscaler:
+        return key_of(plan.workload) in foreign
+    gateway = plan.gateway
+    if gateway is None or manifest is not gateway.route:
+        return False
+    return gateway.pool is None and key_of(plan.network_service) in foreign
+
+
 def find_child(observed: Observed, key: ChildKey) -> ObservedChild | None:
     """The observed child of that key."""
     return next((child for child in observed.children if (child.kind, child.name) == (key.kind, key.name)), None)
@@ -159,6 +181,17 @@ def _is_ours(plan: Plan, child: ObservedChild) -> bool:
     controlled = any(owner.get("controller") for owner in metadata.get("ownerReferences") or ())
     labelled = (metadata.get("labels") or {}).get(OWNER_UID_LABEL) == plan.identity.uid
     return labelled and not controlled
+
+
+def _is_of_namesake(plan: Plan, child: ObservedChild) -> bool:
+    """Whether it belongs to an InferenceService that had our name before us."""
+    owners = child.body.get("metadata", {}).get("ownerReferences") or ()
+    return any(
+        owner.get("controller")
+        and (owner.get("kind"), owner.get("name")) == (KIND, plan.identity.name)
+        and str(owner.get("apiVersion", "")).startswith(f"{GROUP}/")
+        for owner in owners
+    )
 
 
 def _is_current(manifest: Manifest, child: ObservedChild, record: Applied | None) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import json
+import re
 from dataclasses import dataclass, replace
 
 from reprise_operator.api import MERGE_PATCH, Api, Body, ClusterError, Fault
@@ -12,7 +14,10 @@ from reprise_operator.settings import FIELD_MANAGER
 
 RESET_MANAGER = f"{FIELD_MANAGER}-reset"
 REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
-APPLY_PATCH = "application/apply-patch+yaml"
+APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
+"""With its charset the client library sends a text as it is; without, it would make JSON of it."""
+# Any escape of JSON; a pair of surrogates, which is one character, as two groups.
+_ESCAPE = re.compile(r"\\(?:u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|.)")
 
 
 class ApplyOutcome(enum.Enum):
@@ -76,7 +81,7 @@ async def _apply(api: Api, manifest: Body, present: ObservedChild | None) -> Bod
         _resource_type(manifest),
         metadata["namespace"],
         metadata["name"],
-        body=manifest,
+        body=yaml_of(manifest),
         content_type=APPLY_PATCH,
         field_manager=FIELD_MANAGER,
         force_conflicts="true" if present is not None else "false",
@@ -129,12 +134,23 @@ async def _hand_over(api: Api, workload: ObservedChild, namespace: str, replicas
         _resource_type(body),
         namespace,
         workload.name,
-        body=body,
+        body=yaml_of(body),
         content_type=APPLY_PATCH,
         field_manager=REPLICAS_MANAGER,
         force_conflicts="false",
     )
     return replace(workload, body=answer)
+
+
+def yaml_of(body: Body) -> str:
+    """`body` as JSON that is YAML, too: as that the API server reads an apply. YAML has no pairs of surrogates, so what
+    JSON would escape by one (an emoji in a prompt) stands for itself."""
+
+    def escape(found: re.Match[str]) -> str:
+        high, low = found.groups()
+        return found[0] if high is None else chr(0x10000 + (int(high, 16) - 0xD800 << 10) + int(low, 16) - 0xDC00)
+
+    return _ESCAPE.sub(escape, json.dumps(body))
 
 
 def _resource_type(manifest: Body) -> ResourceType:

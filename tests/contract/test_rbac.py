@@ -173,7 +173,7 @@ async def test_the_table_lists_nothing_that_is_never_asked_for() -> None:
             await cluster.log_tail("n", "x", "engine")
             await cluster.replica_sets("n", {})
             await cluster.missing_secrets("n", ["x"])
-            await cluster.pod_events("n", "u")
+            await cluster.events_about("n", "u")
             await cluster.contents("Secret", "n", "x")
             await cluster.contents("ConfigMap", "n", "x")
             await cluster.missing_claims("n", ["x"])

@@ -83,6 +83,18 @@ def test_secrets_are_not_told() -> None:
     assert note({"runtime": {"extraArgs": ["--max-num-batched-tokens=9"]}}) == "--max-num-batched-tokens 9 added"
 
 
+def test_credentials_in_values_are_not_told_either() -> None:
+    """What shows by its form, whatever the flag is called."""
+    before = {"runtime": {"extraArgs": ["--otlp-traces-endpoint=http://user:before@host/"]}}
+    after = {"runtime": {"extraArgs": ["--otlp-traces-endpoint=http://user:after@host/", "--x=hf_abcdefghijklmnopqr"]}}
+    told = note(after, before)
+    assert told.startswith("--otlp-traces-endpoint http://[hidden]@host/ → ")
+    assert "--x [hidden] added" in told
+    assert "after@" not in told
+    assert "before@" not in told
+    assert "abcdef" not in told
+
+
 def test_many_changes_are_cut_short() -> None:
     env = [{"name": f"V{number}", "value": "1"} for number in range(9)]
     assert note({"runtime": {"env": env}}) == ", ".join(f"env V{number} added" for number in range(6)) + " and 3 more"

@@ -14,6 +14,7 @@ from reprise_operator.naming import child_name, selector_labels
 from reprise_operator.plan import Plan
 from reprise_operator.spec import identity_of
 from tests.support.factories import SETTINGS, body, container, planned
+from tests.support.node_spec import expand
 
 CPU = {"accelerator": {"profile": "cpu"}}
 VLLM = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 32_768}}
@@ -62,6 +63,20 @@ def test_argv_of_our_engine_with_every_field() -> None:
         *("--max-model-len", "4096", "--dtype", "float32"),
         *("--device", "npu", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),
         *("--max-num-seqs", "8", '--override={"a b": "$HOME"}'),
+    ]
+
+
+@pytest.mark.parametrize("runtime", ["reprise", "vllm-ascend"])
+def test_a_dollar_of_a_path_or_a_name_is_not_expanded_by_kubernetes(runtime: str) -> None:
+    model = {"uri": "pvc://weights/$(HOME)/a$$b", "servedName": "$(POD_IP)$", "maxModelLen": 4096}
+    args = container(planned({"model": model, "runtime": {"name": runtime}}))["args"]
+    started = args[args.index("serve") :]
+    environment = {"HOME": "/root", "POD_IP": "10.0.0.7"}
+    assert [expand(argument, environment) for argument in started[:4]] == [
+        "serve",
+        "/model/$(HOME)/a$$b",
+        "--served-model-name",
+        "$(POD_IP)$",
     ]
 
 
@@ -131,6 +146,24 @@ def test_a_310p_computes_in_float16_and_eagerly() -> None:
 )
 def test_image(spec: dict[str, Any], image: str) -> None:
     assert container(planned(spec))["image"] == image
+
+
+@pytest.mark.parametrize(
+    ("image", "policy"),
+    [
+        ("r.example/e:1", "IfNotPresent"),
+        ("r.example/e:latest", "Always"),
+        ("r.example:5000/e", "Always"),
+        ("e", "Always"),
+        (f"r.example/e@sha256:{'0' * 64}", "IfNotPresent"),
+        (f"r.example/e:1@sha256:{'0' * 64}", "IfNotPresent"),
+    ],
+)
+def test_the_pull_policy_is_that_of_this_image_and_not_of_the_one_before(image: str, policy: str) -> None:
+    made = planned({"runtime": {"image": image}, "model": {"uri": "hf://org/model"}})
+    assert container(made)["imagePullPolicy"] == policy
+    (fetching,) = made.workload["spec"]["template"]["spec"]["initContainers"]
+    assert fetching["imagePullPolicy"] == policy
 
 
 @pytest.mark.parametrize(

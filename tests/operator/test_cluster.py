@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kubernetes.aio.client import Configuration
 
@@ -17,7 +19,7 @@ from reprise_operator.kinds import ResourceType
 from reprise_operator.leader import Leadership, LeadershipLost, LeaseTimes
 from reprise_operator.naming import OWNER_UID_LABEL
 from reprise_operator.observed import ObservedChild
-from reprise_operator.server_side_apply import ApplyOutcome
+from reprise_operator.server_side_apply import ApplyOutcome, yaml_of
 from tests.support.apiserver import ApiServer
 from tests.support.kubectl import Kubectl
 
@@ -82,6 +84,17 @@ async def child(cluster: Cluster, manifest: dict[str, Any]) -> ObservedChild:
         planned=[(manifest["kind"], metadata["name"])],
     )
     return found
+
+
+@example("a 😀😀 b")
+@example("\\\\ud83d\\\\ude00 \\\\😀")
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_an_apply_means_the_same_as_yaml_and_as_json(text: str) -> None:
+    """The API server reads it as YAML, which knows no pairs of surrogates."""
+    body = {text: [text, {"b": text}]}
+    written = yaml_of(body)
+    assert yaml.safe_load(written) == body
+    assert json.loads(written) == body
 
 
 async def test_apply_creates_then_changes_then_leaves_alone(cluster: Cluster, kubectl: Kubectl) -> None:

@@ -13,7 +13,8 @@ from reprise_operator.api import Api, ClusterError, Fault
 from reprise_operator.cluster import LOG_BYTES, Cluster
 from reprise_operator.log_tails import READ_AT_A_TIME, LogTails
 from reprise_operator.observed import ObservedPod, Termination
-from tests.support.factories import pod, termination
+from tests.support.factories import NOT_READY, failure, observed, planned, pod, termination
+from tests.support.statuses import conditions, message, status_of
 
 ENDED = termination(words="it failed")
 
@@ -38,6 +39,22 @@ class Logs:
 
 def told(pods: tuple[ObservedPod, ...]) -> list[str]:
     return [ended.log for pod in pods for ended in pod.terminations]
+
+
+async def test_credentials_in_a_log_are_hidden_before_anybody_quotes_it() -> None:
+    line = "api_server.py: error: unrecognized arguments: --hub-key hf_abcdefghijklmnopqrst"
+
+    async def read(namespace: str, pod: str, container: str) -> str:
+        return f"INFO starting\n{line}\n"
+
+    pods = await LogTails().observe(
+        "llm", [replace(broken(), failures=(failure("CrashLoopBackOff", code=2),))], read=read
+    )
+    assert told(pods) == ["INFO starting\napi_server.py: error: unrecognized arguments: --hub-key [hidden]\n"]
+    plan = planned({"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 4096}})
+    status = status_of(plan, observed(plan, *pods, status=NOT_READY))
+    assert conditions(status)["Stalled"] == ("True", "InvalidArguments")
+    assert message(status, "Stalled").endswith("unrecognized arguments: --hub-key [hidden]")
 
 
 async def test_each_end_is_read_once() -> None:

@@ -43,6 +43,7 @@ PULLING = event("Pulling", "2026-01-01T00:03:00Z")
         ([SCHEDULED, FAILED, PULLING], None),
         ([PULLING, event("FailedMount", "", series={"lastObservedTime": "2026-01-01T00:04:00.5Z"})], REFUSED),
         ([event("FailedAttachVolume", "2026-01-01T00:02:00Z", "Multi-Attach error")], "Multi-Attach error"),
+        ([event("FailedMount", "2026-01-01T00:02:00Z", "mount -o password=hunter2")], "mount -o password=[hidden]"),
     ],
 )
 def test_the_newest_event_counts(events: list[Body], message: str | None) -> None:
@@ -55,7 +56,7 @@ class Events:
     def __init__(self, *events: Body, fault: Fault | None = None) -> None:
         self.events, self.fault, self.asked = events, fault, 0
 
-    async def pod_events(self, namespace: str, uid: str) -> Sequence[Body]:
+    async def events_about(self, namespace: str, uid: str) -> Sequence[Body]:
         self.asked += 1
         if self.fault is not None:
             raise ClusterError(self.fault, "no")

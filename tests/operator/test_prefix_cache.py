@@ -178,6 +178,12 @@ def test_other_volumes_are_another_stateful_set() -> None:
     assert first == name({"size": 100 * 1024**3}), "the same size in other words"
     assert first == name({"size": "100Gi", "limit": "50Gi"}), "a flag only"
     assert first == name({"size": "100Gi", "accessModes": ["ReadWriteOnce"]})
+    modes = ["ReadWriteOnce", "ReadOnlyMany"]
+    made = [
+        planned(cache({"persistence": {"size": "1Gi", "accessModes": order}})).workload
+        for order in (modes, modes[::-1], [*modes, modes[0]])
+    ]
+    assert made[0] == made[1] == made[2], "the API server takes another order for another claim, and refuses it"
     others = [
         name({"size": "200Gi"}),
         name({"size": "100Gi", "storageClassName": "fast"}),

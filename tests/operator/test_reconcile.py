@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -47,6 +48,44 @@ async def test_a_service_from_nothing_to_ready(bench: Bench) -> None:
     assert body is not None
     assert "finalizers" not in body["metadata"], "deletion must not need the operator (fault 12)"
     assert not [key for key in body["metadata"].get("annotations", {}) if "kopf" in key]
+
+
+async def test_a_deployment_that_somebody_paused_goes_on(bench: Bench) -> None:
+    """Else every later change of the spec would stop there, and nothing say why."""
+    bench.apply()
+    await bench.make_ready()
+    bench.kubectl("rollout", "pause", f"deployment/{NAME}")
+    await bench.settle()
+    assert not bench.child("deployment")["spec"].get("paused", False)
+    assert ("Warning", "DriftRepaired") in bench.events()
+    assert bench.condition("Ready")[0] == "True"
+    assert await bench.writes() == [], "and that is all"
+
+
+async def test_what_is_taken_out_of_the_spec_leaves_nothing_behind(bench: Bench) -> None:
+    """What the API server fills in belongs to nobody, so an apply does not take it away with what it came from."""
+    bench.apply()
+    await bench.settle()
+    before = bench.child("deployment")["spec"]["template"]
+    bench.apply({"podTemplate": {"serviceAccountName": "reader"}, "runtime": {"image": "r.example/engine:latest"}})
+    await bench.settle()
+    spec = bench.child("deployment")["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == "reader"
+    assert spec["containers"][0]["imagePullPolicy"] == "Always"
+    bench.apply({"podTemplate": {}, "runtime": {}})
+    await bench.settle()
+    assert bench.child("deployment")["spec"]["template"] == before
+
+
+async def test_emoji_reach_the_pods(bench: Bench) -> None:
+    """In prompts they are common, and an apply is YAML, which has no pairs of surrogates."""
+    env = [{"name": "MOOD", "value": "a 😀 b"}]
+    bench.apply({"prefixCaching": {"warmup": {"prompts": ["Hello 😀, ünïcode and \\ud83d"]}}, "runtime": {"env": env}})
+    await bench.settle()
+    (container,) = bench.child("deployment")["spec"]["template"]["spec"]["containers"]
+    assert env[0] in container["env"]
+    data = (bench.kubectl.get("configmap", f"{NAME}-warmup") or {})["data"]
+    assert json.loads(data["prompts.jsonl"]) == {"prompt": "Hello 😀, ünïcode and \\ud83d"}
 
 
 async def test_an_idle_service_is_never_written(bench: Bench) -> None:

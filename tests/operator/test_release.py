@@ -261,6 +261,20 @@ def test_a_failed_check_leaves_the_pod_and_is_not_repeated() -> None:
     assert decide(old, serving(old), release.state).state == given(old)
 
 
+def test_without_the_replica_set_of_a_good_template_the_replicas_are_still_the_specs() -> None:
+    """The check's end came before the Deployment's controller had told which one it is, or somebody has deleted it."""
+    old, new = planned(spec()), planned(spec(CHANGE))
+    unknown = replace(serving(old), template_hash=None, templates={})
+    failed = Check(state=CheckState.FAILED, reason="CheckFailed", message="no")
+    rejected = decide(new, unknown, given(old), Evidence(check=failed)).state
+    assert rejected.rejected is not None
+    for part in ({"suspend": True}, {"replicas": 3}):
+        release = decide(planned(spec(CHANGE) | part), serving(old), rejected)
+        assert release.workload is not None
+        assert release.workload["spec"]["replicas"] == part.get("replicas", 0)
+        assert "--max-num-seqs=3" not in args_of(release)
+
+
 # A change that does not become good ---------------------------------------------------------------------------------
 
 
@@ -331,6 +345,17 @@ def test_nothing_is_taken_back_too_early_or_to_nowhere() -> None:
     assert not decide(new, observed(new, BROKEN), begun(new, old)).rejects, "no deadline was missed"
     same = replace(begun(new, old), last_good=LastGood(template_hash=template_hash(new), pod_template_hash=OLD))
     assert not decide(new, seen, same).rejects, "it was good before: a node is broken, not the template"
+
+
+def test_a_template_that_nobody_wrote_down_has_its_whole_time() -> None:
+    """The process ended between the write to the workload and that of the status: what is remembered is the template
+    before, which began days ago."""
+    old, new = planned(spec()), planned(spec(CHANGE))
+    seen, before = missed(new, old, BROKEN), begun(old, old)
+    release = decide(new, seen, before)
+    assert not release.rejects
+    assert release.state == started(template_hash(new), NOW, last_good=before.last_good)
+    assert decide(new, seen, release.state, now=NOW + 4000).rejects
 
 
 def test_a_pod_that_says_nothing_is_asked_for_the_end_of_its_log() -> None:

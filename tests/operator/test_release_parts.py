@@ -182,6 +182,24 @@ def test_the_verdict_of_a_check(body: dict[str, Any], failures: Sequence[Contain
     assert outcome_of(body, [pod("c", ready=False, failures=failures)]) == wanted
 
 
+def refusal(name: str, at: str, why: str = "exceeded quota: models") -> dict[str, Any]:
+    words = f'Error creating: pods "{name}" is forbidden: {why}'
+    return {"reason": "FailedCreate", "lastTimestamp": at, "message": words}
+
+
+def test_a_check_whose_pod_may_not_be_created_says_so() -> None:
+    """Until its deadline the Job itself has no word for it."""
+    first = refusal("qwen-check-abc-x7k2p", "2026-01-01T00:00:01Z", "no quota")
+    other = {"reason": "Suspended", "lastTimestamp": "2026-01-01T00:00:09Z", "message": "Job suspended"}
+    newest = [refusal(f"qwen-check-abc-{name}", "2026-01-01T00:00:02Z") for name in ("aaaaa", "bbbbb")]
+    found = [outcome_of(job(), [], [first, event, other]) for event in newest]
+    words = "its pod is forbidden: exceeded quota: models"
+    assert found[0] == Check(state=CheckState.RUNNING, reason="PodsRefused", message=words)
+    assert found[0] == found[1], "the name of the pod that was not made is no news"
+    assert outcome_of(job(), [], [other]) == Check(state=CheckState.RUNNING, reason="Checking")
+    assert outcome_of(job(), [pod("c", ready=False)], newest).reason == "Checking", "it was a while ago: there is a pod"
+
+
 def test_a_check_that_finds_no_node_says_so() -> None:
     waiting: ObservedPod = replace(pod("c", ready=False), scheduled=False, unschedulable_message="0/3 nodes")
     check = outcome_of(job(), [waiting])

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from reprise_operator.naming import OWNER_UID_LABEL
+from reprise_operator.naming import OWNER_UID_LABEL, owner_reference
 from reprise_operator.observed import Observed, ObservedChild
 from reprise_operator.plan import Plan
 from reprise_operator.rollout import Applied, Apply, ChildKey, Delete, applied, conflicts, decide, key_of
-from tests.support.factories import NOW, child, deployment_status, merged, observed, planned
+from tests.support.factories import HPA, KEDA, NOW, child, deployment_status, merged, observed, planned
+from tests.support.statuses import RECONCILING, kstatus, message, status_of
 
 DEPLOYMENT, SERVICE = ChildKey(kind="Deployment", name="qwen"), ChildKey(kind="Service", name="qwen")
 
@@ -162,6 +163,58 @@ def test_a_foreign_child_is_never_deleted() -> None:
     other = child(merged(plan.network_service, {"metadata": {"name": "elsewhere"}}), owned=False)
     seen = replace(observed(plan), children=(*observed(plan).children, other))
     assert decide(plan, seen, applied=answers(plan, observed(plan))) == ()
+
+
+def not_ours(seen: Observed, *kinds: str) -> Observed:
+    """The objects of these kinds are somebody else's."""
+
+    def given_away(item: ObservedChild) -> ObservedChild:
+        metadata = {key: item.body["metadata"][key] for key in ("name", "uid")}
+        return replace(item, owned=False, body={**item.body, "metadata": metadata})
+
+    return replace(seen, children=tuple(given_away(item) if item.kind in kinds else item for item in seen.children))
+
+
+@pytest.mark.parametrize("spec", [HPA, KEDA])
+def test_no_autoscaler_of_ours_scales_a_workload_of_somebody_else(spec: dict[str, Any]) -> None:
+    """It names the workload, and would give the foreign one as many pods as we want of ours."""
+    plan = planned(spec)
+    assert plan.autoscaler is not None
+    key = key_of(plan.autoscaler)
+    seen = not_ours(observed(plan), "Deployment")
+    without = replace(seen, children=tuple(item for item in seen.children if item.kind != key.kind))
+    assert [action.key for action in decide(plan, without)] == [SERVICE], "none is made"
+    taken_away = [action.key for action in decide(plan, seen) if isinstance(action, Delete)]
+    assert taken_away == [key], "and one that was there before goes"
+    assert isinstance(next(action for action in decide(plan, observed(plan)) if action.key == key), Apply)
+
+
+def test_no_route_of_ours_leads_to_a_service_of_somebody_else() -> None:
+    """It would open what nobody meant to open, and give it our clients' requests."""
+    plan = planned({"gateway": {"parentRefs": [{"name": "main"}]}})
+    seen = not_ours(observed(plan), "Service")
+    assert [action.key.kind for action in decide(plan, seen) if isinstance(action, Apply)] == ["Deployment"]
+    assert [action.key.kind for action in decide(plan, seen) if isinstance(action, Delete)] == ["HTTPRoute"]
+    pooled = planned({"gateway": {"parentRefs": [{"name": "main"}], "endpointPicker": {"name": "picker"}}})
+    seen = not_ours(observed(pooled), "Service")
+    kept = [action.key.kind for action in decide(pooled, seen)]
+    assert kept == ["Deployment", "InferencePool", "HTTPRoute"], "to a pool of ours it may lead"
+
+
+def test_what_is_left_of_a_service_that_had_our_name_is_waited_for() -> None:
+    """Deleted and made again at once: the garbage collector has not come yet, and nobody need do anything."""
+    plan = planned()
+    before = {**owner_reference(plan.identity), "uid": "the UID of the one before"}
+    seen = replace(observed(plan), children=(foreign(plan, ownerReferences=[before]),))
+    (conflict,) = conflicts(plan, seen)
+    assert conflict.leaving
+    assert [action.key for action in decide(plan, seen)] == [DEPLOYMENT]
+    status = status_of(plan, seen)
+    assert kstatus(status) == RECONCILING
+    assert message(status, "Reconciling").startswith("Service/qwen is left of the InferenceService that had this name")
+    for owner in ({**before, "name": "another"}, {**before, "controller": False}, {**before, "kind": "Else"}):
+        (conflict,) = conflicts(plan, replace(seen, children=(foreign(plan, ownerReferences=[owner]),)))
+        assert not conflict.leaving, owner
 
 
 def test_a_quick_edit_and_its_revert_leave_nothing_to_do() -> None:

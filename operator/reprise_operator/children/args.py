@@ -42,6 +42,11 @@ def is_file(path: str) -> bool:
     return path.lower().endswith(".gguf")
 
 
+def literal(text: str) -> str:
+    """Kubernetes expands $(NAME) in arguments: a path or a name that holds one must stay as it is."""
+    return text.replace("$", "$$")
+
+
 def engine_args(service: InferenceService, memory: MemoryPlan) -> list[str]:
     """The container's args. Prefix caching is always said explicitly, since engines default to on.
 
@@ -55,7 +60,8 @@ def engine_args(service: InferenceService, memory: MemoryPlan) -> list[str]:
 
 def _serve(service: InferenceService, memory: MemoryPlan) -> list[str]:
     model = service.spec.model
-    args = ["serve", model_path(service), "--served-model-name", service.served_name, "--port", str(ENGINE_PORT)]
+    args = ["serve", literal(model_path(service)), "--served-model-name", literal(service.served_name)]
+    args += ["--port", str(ENGINE_PORT)]
     args += ["--gpu-memory-utilization", f"{memory.effective:g}"]
     args.append(_switch("enable-prefix-caching", on=service.prefix_caching))
     if service.spec.prefix_caching.block_size is not None:

@@ -40,6 +40,8 @@ def build_deployment(
                 "selector": {"matchLabels": selector_labels(identity)},
                 "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy.manifest()},
                 "progressDeadlineSeconds": progress_deadline_seconds(service),
+                # `kubectl rollout pause` would keep every change from the pods, and the status from saying why.
+                "paused": False,
                 "revisionHistoryLimit": 3,
                 "template": build_pod_template(service, settings, memory),
             },

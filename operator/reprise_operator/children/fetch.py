@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reprise_operator.children.args import MODEL_MOUNT, fetched_folder
+from reprise_operator.children.args import MODEL_MOUNT, fetched_folder, literal
 from reprise_operator.children.prefix_cache import CACHE_VOLUME, WARMUP_VOLUME
 from reprise_operator.resource import FetchedModel, InferenceService
 from reprise_operator.spec_types import ModelCacheSpec
@@ -40,9 +40,9 @@ def build_fetch_container(
 ) -> dict[str, Any]:
     """The container. `user_env` are the entries of spec.runtime.env, which say where a mirror or a proxy is; `mounts`
     are the engine's, in which the model's folder is read-only."""
-    args = ["fetch", _literal(source.uri)]
+    args = ["fetch", literal(source.uri)]
     if source.revision is not None:
-        args.append(f"--revision={_literal(source.revision)}")
+        args.append(f"--revision={literal(source.revision)}")
     args.append(f"--to={MODEL_MOUNT}/{fetched_folder(source)}")
     container: dict[str, Any] = {
         "name": FETCH_CONTAINER,
@@ -100,8 +100,3 @@ def _writable(mount: Mapping[str, Any]) -> dict[str, Any]:
 def _is_of_use(mount: Mapping[str, Any]) -> bool:
     """Not the NPU's driver, nor the shared memory of its processes, nor what only the engine's cache has."""
     return mount["name"] not in ("shm", CACHE_VOLUME, WARMUP_VOLUME) and not str(mount["name"]).startswith("ascend-")
-
-
-def _literal(text: str) -> str:
-    """Kubernetes expands $(NAME) in arguments: a path that holds one must stay as it is."""
-    return text.replace("$", "$$")

@@ -63,6 +63,8 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
         "tolerations": [dict(item) for item in user.tolerations],
         "schedulerName": user.scheduler_name,
         "serviceAccountName": user.service_account_name,
+        # Its old name, which the API server fills in, and from which it would bring back an account that was removed.
+        "serviceAccount": user.service_account_name,
         "priorityClassName": user.priority_class_name,
         "runtimeClassName": runtime_class_name(service),
         "imagePullSecrets": [{"name": secret.name} for secret in service.spec.runtime.image_pull_secrets],
@@ -72,7 +74,7 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
         fetching = build_fetch_container(
             service, service.source, image=fetch_image(service, settings), user_env=user_env, mounts=mounts
         )
-        optional["initContainers"] = [fetching]
+        optional["initContainers"] = [{**fetching, "imagePullPolicy": pull_policy(fetching["image"])}]
     spec: dict[str, Any] = {
         "containers": [_container(service, settings, memory, mounts)],
         "volumes": volumes,
@@ -96,6 +98,13 @@ def engine_image(service: InferenceService, settings: Settings) -> str:
     return settings.reprise_image
 
 
+def pull_policy(image: str) -> str:
+    """Kubernetes' own default. Said, since it is filled in only once, and would be that of the first image for ever."""
+    name, _, digest = image.partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2] or ("" if digest else "latest")
+    return "Always" if tag == "latest" else "IfNotPresent"
+
+
 def fetch_image(service: InferenceService, settings: Settings) -> str:
     """Of the init container that fetches the model."""
     if settings.fetch_image is not None:
@@ -114,6 +123,7 @@ def _container(
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": engine_image(service, settings),
+        "imagePullPolicy": pull_policy(engine_image(service, settings)),
         "args": engine_args(service, memory),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "env": _env(service),

@@ -67,7 +67,7 @@ def stateful_set_name(service: InferenceService) -> str:
     persistence = service.persistence
     assert persistence is not None
     assert persistence.size is not None
-    parts = [whole(persistence.size), persistence.storage_class_name, sorted(_access_modes(persistence))]
+    parts = [whole(persistence.size), persistence.storage_class_name, _access_modes(persistence)]
     head = shorten(child_name(service.identity), limit=MAX_STATEFUL_SET_NAME - HASH_LENGTH - 1)
     return f"{head}-{digest(parts, length=HASH_LENGTH)}"
 
@@ -88,4 +88,5 @@ def _claim(service: InferenceService, persistence: PersistenceSpec) -> dict[str,
 
 
 def _access_modes(persistence: PersistenceSpec) -> list[str]:
-    return list(persistence.access_modes) or ["ReadWriteOnce"]
+    """In one order: to the API server another order is another claim, and a claim can never change."""
+    return sorted(set(persistence.access_modes)) or ["ReadWriteOnce"]
