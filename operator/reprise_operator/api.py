@@ -28,6 +28,7 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.exceptions import DynamicApiError
 
 from reprise_operator.kinds import NODE_PERMISSIONS, PERMISSIONS, ResourceType
+from reprise_operator.newest import Newest
 from reprise_operator.recall import Memo, is_watched
 
 Body = Mapping[str, Any]
@@ -50,6 +51,8 @@ class Fault(enum.Enum):
 
 # How the API server says, with a 500, that an applied object has a field of no schema, or one key of a list twice.
 _BAD_APPLY = "failed to create typed patch object"
+_CACHE_IS_OLDER = 504
+"""The API server's answer, after three seconds, where its cache has not come to the version that was asked for."""
 _FAULTS = {404: Fault.NOT_FOUND, 409: Fault.CONFLICT, 410: Fault.GONE, 401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN}
 
 
@@ -111,6 +114,7 @@ class Api:
         self._timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_SECONDS, sock_connect=10.0)
         self._on_request = on_request
         self._memo: Memo | None = None
+        self.newest = Newest()
 
     def remembering(self, memo: Memo) -> Api:
         """The same connection for one pass: `memo` answers its reads where it can and keeps the others' answers, and
@@ -152,7 +156,10 @@ class Api:
         *,
         accept: str = "application/json",
         fields: Mapping[str, str] | None = None,
+        cached: bool = False,
     ) -> tuple[Body, ...]:
+        """All there are, consistent; or, of a kind that is watched and with `cached`, as new as anything that was seen
+        of that kind, out of the API server's cache."""
         field_selector = ",".join(f"{path}={value}" for path, value in sorted((fields or {}).items())) or None
         label_selector = ",".join(f"{key}={value}" for key, value in sorted((selector or {}).items())) or None
         memo, asked = self._answers_about(resource), ("list", resource.plural, namespace, label_selector, accept)
@@ -161,7 +168,9 @@ class Api:
             return known
         items: list[Body] = []
         continuation: str | None = None
+        version = self.newest.of(resource) if cached else None
         while True:
+            bound = [("resourceVersion", version), ("resourceVersionMatch", "NotOlderThan")]
             try:
                 page = await self.request(
                     "list",
@@ -169,13 +178,18 @@ class Api:
                     namespace,
                     label_selector=label_selector,
                     field_selector=field_selector,
-                    limit=PAGE_SIZE,
+                    limit=PAGE_SIZE if version is None else None,  # a cache gives all at once
+                    query_params=[] if version is None else bound,
                     _continue=continuation,
                     header_params={"Accept": accept},
                 )
             except ClusterError as error:
                 if error.fault is Fault.GONE and continuation is not None:
                     items, continuation = [], None  # the continuation expired: from the start again
+                    continue
+                if error.status == _CACHE_IS_OLDER and version is not None:
+                    self.newest.forget(resource)
+                    version = None
                     continue
                 raise
             # The items of a list of a built-in kind come without the two.
@@ -184,6 +198,8 @@ class Api:
             continuation = page["metadata"].get("continue") or None
             if continuation is None:
                 break
+        for item in items if cached else ():
+            self.newest.seen(resource, item["metadata"].get("resourceVersion"))
         if memo is not None:
             memo[asked] = tuple(items)
         return tuple(items)
@@ -205,7 +221,10 @@ class Api:
             answer: Body = await response.json()
             return answer
 
-        return await self._send(verb, resource, namespace, name, subresource, body, parameters)
+        answer = await self._send(verb, resource, namespace, name, subresource, body, parameters)
+        if verb != "list" and answer.get("kind") == resource.kind:  # not a Status, nor a Scale, which has its version
+            self.newest.seen(resource, answer["metadata"].get("resourceVersion"))
+        return answer
 
     async def tail(
         self,

@@ -28,6 +28,7 @@ from reprise_operator.kinds import (
     PODS,
     REPLICA_SETS,
     SECRETS,
+    WATCHED_TYPES,
     ResourceType,
 )
 from reprise_operator.naming import MANAGED_BY
@@ -114,14 +115,14 @@ class Cluster:
         self, resource: ResourceType, namespace: str, selector: Mapping[str, str]
     ) -> tuple[Body, ...]:
         try:
-            return await self._api.list(resource, namespace, selector)
+            return await self._api.list(resource, namespace, selector, cached=resource in WATCHED_TYPES)
         except ClusterError as error:
             if error.fault is Fault.NOT_FOUND and resource in OPTIONAL_TYPES:
                 return ()  # its CRD was deleted since the last poll
             raise
 
     async def pods(self, namespace: str, selector: Mapping[str, str]) -> tuple[Body, ...]:
-        return await self._api.list(PODS, namespace, selector)
+        return await self._api.list(PODS, namespace, selector, cached=True)
 
     async def log_tail(
         self, namespace: str, pod: str, container: str, *, previous: bool = True, limit: int = LOG_BYTES

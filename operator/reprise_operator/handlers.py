@@ -29,6 +29,7 @@ from reprise_operator.kinds import (
 )
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import CHECK_LABEL, MANAGED_BY_SELECTOR, NAME_LABEL
+from reprise_operator.newest import Newest
 from reprise_operator.settings import GROUP, KIND
 from reprise_operator.spec import identity_of
 from reprise_operator.watch import WatchHealth, object_key
@@ -49,6 +50,7 @@ class Waker:
         health: WatchHealth,
         metrics: OperatorMetrics,
         directory: Directory,
+        newest: Newest,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`wake` is given a key and after how many seconds it is due."""
@@ -56,6 +58,7 @@ class Waker:
         self._health = health
         self._metrics = metrics
         self._directory = directory
+        self._newest = newest
         self._clock = clock
 
     def service_event(self, body: Body, *, deleted: bool) -> None:
@@ -85,6 +88,7 @@ class Waker:
 
     def _delivered(self, body: Body, resource: ResourceType, *, deleted: bool) -> None:
         self._metrics.on_watch_event(resource.plural, self._clock())
+        self._newest.seen(resource, body["metadata"].get("resourceVersion"))
         if deleted:
             self._health.forget(object_key(body), resource=resource)
         else:

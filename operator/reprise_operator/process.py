@@ -84,7 +84,7 @@ class Operator:
             recall=self.recall,
         )
         self.queue: WorkQueue[Key] = WorkQueue(handler=self.reconciler, workers=settings.workers, context=about_key)
-        self.waker = Waker(self._wake, health=self.health, metrics=metrics, directory=self.directory)
+        self.waker = Waker(self._wake, health=self.health, metrics=metrics, directory=self.directory, newest=api.newest)
         self.ready = False
         self.leadership: Leadership | None = None
         metrics.queue_depth.set_function(self.queue.depth)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import kopf
 import pytest
 from kopf._cogs.structs import references
 from kubernetes.aio.client import Configuration
 
+from reprise_operator.api import Api
 from reprise_operator.cluster import Key
 from reprise_operator.directory import Directory
 from reprise_operator.handlers import COALESCE_SECONDS, Waker, connection_info, kopf_settings, register
 from reprise_operator.kinds import CHILD_TYPES, DEPLOYMENTS, INFERENCE_SERVICES, PODS, REPLICA_SETS, SERVICES
 from reprise_operator.metrics import OperatorMetrics
 from reprise_operator.naming import child_name
+from reprise_operator.newest import Newest
 from reprise_operator.options import parse_options
 from reprise_operator.process import Operator
 from reprise_operator.spec import identity_of
@@ -30,11 +33,13 @@ class Woken:
         self.health = WatchHealth()
         self.metrics = OperatorMetrics()
         self.directory = Directory()
+        self.newest = Newest()
         self.waker = Waker(
             lambda key, after: self.keys.append((key, after)),
             health=self.health,
             metrics=self.metrics,
             directory=self.directory,
+            newest=self.newest,
             clock=lambda: 50.0,
         )
 
@@ -128,11 +133,22 @@ def test_a_deleted_service_is_woken_once_more_and_then_unknown() -> None:
     assert len(woken.directory) == 0
 
 
-def test_the_resync_asks_for_what_is_listed_and_for_what_was_known() -> None:
+async def test_the_resync_asks_for_what_is_listed_and_for_what_was_known() -> None:
     options = parse_options(["run", "-A"], {})
-    operator = Operator(options, None, None, OperatorMetrics())  # type: ignore[arg-type]  # no request is made
-    operator.waker.service_event(service("missed"), deleted=False)
-    assert operator._resync_keys([service("qwen")]) == {QWEN, Key("llm", "missed")}
+    async with Api(Configuration(host="http://127.0.0.1:1")) as api, aiohttp.ClientSession() as session:
+        operator = Operator(options, api, session, OperatorMetrics())  # no request is made
+        operator.waker.service_event(service("missed"), deleted=False)
+        assert operator._resync_keys([service("qwen")]) == {QWEN, Key("llm", "missed")}
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_an_event_is_the_least_that_a_cached_listing_has_to_know(deleted: bool) -> None:
+    woken = Woken()
+    changed = pod("qwen")
+    changed["metadata"]["resourceVersion"] = "12"
+    woken.waker.pod_event(changed, deleted=deleted)
+    woken.waker.child_event(planned().network_service, SERVICES)  # of no version
+    assert (woken.newest.of(PODS), woken.newest.of(SERVICES)) == ("12", None)
 
 
 def test_a_service_whose_deletion_the_watch_missed_is_asked_for_and_forgotten() -> None:
