@@ -17,7 +17,7 @@ ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 TASK_QUEUE = "TASK_QUEUE_ENABLE"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
-_NUMBERS = re.compile(r"\d+(,\d+)*")
+_NUMBERS = re.compile(r"[0-9]+(,[0-9]+)*")
 # Of the driver (hw_vdavinci): vendor Huawei, device Ascend 310P.
 _310P = ("0x19e5", "0xd500")
 

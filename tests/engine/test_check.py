@@ -44,6 +44,35 @@ def test_a_sound_model_passes_though_its_npu_is_absent(
     assert words.read_text() == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--block-size", "16"], "ConfigError: --block-size is 16; on an NPU 910B or 910C it must be 128 or 256"),
+        (["--dtype", "float32"], "ConfigError: --dtype is float32, but the attention operators of an NPU"),
+        (["--max-num-seqs", "5000"], "ConfigError: --max-num-seqs is 5000; on an NPU"),
+    ],
+)
+def test_what_every_npu_refuses_is_told_though_none_is_there(
+    flags: list[str], told: str, model: Path, words: Path
+) -> None:
+    """Else a rollout would take the serving pod before it is found out."""
+    assert main(["check", str(model), *flags]) == 0, "no NPU is asked for"
+    assert main(["check", str(model), "--device", "npu", *flags]) == 2
+    assert words.read_text().startswith(told)
+
+
+def test_what_some_npu_takes_is_not_judged(model: Path) -> None:
+    """A 910B takes these, a 310P does not."""
+    assert main(["check", str(model), "--device", "npu", "--block-size", "256", "--dtype", "bfloat16"]) == 0
+
+
+def test_heads_that_no_npu_takes_are_told(model: Path, words: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"head_dim": 40}))
+    assert main(["check", str(model), "--device", "npu"]) == 2
+    assert words.read_text().startswith("UnsupportedModel: The model has 4 query heads and 2 key heads of 40;")
+
+
 def test_a_number_of_ranks_that_does_not_divide_the_model_is_told(
     model: Path, words: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

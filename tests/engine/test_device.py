@@ -119,7 +119,7 @@ def test_no_npu_is_told_with_what_to_do(npu_machine: Callable[..., None]) -> Non
 
 
 @pytest.mark.parametrize("requested", ["auto", "npu"])
-@pytest.mark.parametrize("value", ["", " ", "0, 1", "0,", "a", "npu0", "0;1", "-1", "1,0", "0,0"])
+@pytest.mark.parametrize("value", ["", " ", "0, 1", "0,", "a", "npu0", "0;1", "-1", "1,0", "0,0", "\u0660"])
 def test_a_malformed_list_of_devices_is_one_message(
     npu_machine: Callable[..., None], value: str, requested: str
 ) -> None:

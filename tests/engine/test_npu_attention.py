@@ -12,6 +12,7 @@ import torch
 from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, KVLayout
 from reprise_engine.attention.npu import NPUAttention
 from reprise_engine.attention.npu_310p import NPU310PAttention, _rows_of_mask
+from reprise_engine.attention.npu_cascade import can_merge_by_operator
 from reprise_engine.errors import ConfigError
 from tests.engine.npu_scenes import Case, Scene, as_bskh, make_scene
 from tests.support.npu import npu_operators
@@ -83,10 +84,9 @@ def test_910b_takes_larger_blocks() -> None:
     check(make_scene(replace(CASES[5], block_size=256)), NPUAttention(CPU))
 
 
-@pytest.mark.parametrize("by_operator", [True, False])
-@pytest.mark.parametrize("case", CASCADES, ids=lambda case: case.name)
-@pytest.mark.usefixtures("ascend_910b")
-def test_a_prefix_read_once_gives_the_same(case: Case, by_operator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fused_calls(ascend_910b: None, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The key lengths of each call of the fused operator."""
     calls: list[list[int]] = []
     attend = torch.ops.npu.npu_fused_infer_attention_score
 
@@ -94,11 +94,19 @@ def test_a_prefix_read_once_gives_the_same(case: Case, by_operator: bool, monkey
         calls.append(kwargs["actual_seq_lengths_kv"])
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr("reprise_engine.attention.npu.can_merge_by_operator", lambda _device: by_operator)
     monkeypatch.setattr(torch.ops.npu, "npu_fused_infer_attention_score", counted)
+    return calls
+
+
+@pytest.mark.parametrize("by_operator", [True, False])
+@pytest.mark.parametrize("case", CASCADES, ids=lambda case: case.name)
+def test_a_prefix_read_once_gives_the_same(
+    case: Case, by_operator: bool, fused_calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reprise_engine.attention.npu.can_merge_by_operator", lambda _device: by_operator)
     scene = make_scene(case)
     check(scene, NPUAttention(CPU, least_cascade_bytes=0))
-    prefixes, rests = calls
+    prefixes, rests = fused_calls
     assert prefixes == [prefix.num_tokens for prefix in scene.metadata.shared_prefixes]
     assert sum(rests) == sum(scene.metadata.kv_lens) - sum(
         prefix.num_tokens * len(prefix.requests) for prefix in scene.metadata.shared_prefixes
@@ -111,6 +119,29 @@ def test_a_prefix_that_saves_little_is_read_by_each() -> None:
     scene = make_scene(Case("told wrong", ((1, 300), (1, 290))))
     told_wrong = replace(scene.metadata, shared_prefixes=make_scene(CASCADES[0]).metadata.shared_prefixes[:1])
     check(replace(scene, metadata=told_wrong), NPUAttention(CPU))
+
+
+def test_a_prefix_is_read_once_from_the_bytes_on_that_it_saves(fused_calls: list[list[int]]) -> None:
+    """Of one layer, keys and values: two of three requests need not read 256 tokens of 2 heads of 64 in float16."""
+    saved = 2 * 256 * 2 * (2 * 64 * 2)
+    for least, halves in ((saved, 2), (saved + 1, 1)):
+        fused_calls.clear()
+        check(make_scene(CASCADES[0]), NPUAttention(CPU, least_cascade_bytes=least))
+        assert len(fused_calls) == halves
+
+
+@pytest.mark.usefixtures("ascend_910b")
+def test_a_window_keeps_its_layer_from_sharing_a_prefix() -> None:
+    window = replace(CASCADES[1], sliding_window=200)
+    check(make_scene(window), NPUAttention(CPU, least_cascade_bytes=0))
+
+
+def test_halves_are_merged_by_the_operator_where_cann_has_it(npu_wheel: None) -> None:
+    assert not can_merge_by_operator(CPU), "no operator of that name"
+    with npu_operators("310P"):
+        assert not can_merge_by_operator(CPU), "one that says no"
+    with npu_operators("910B"):
+        assert can_merge_by_operator(CPU)
 
 
 @pytest.mark.usefixtures("ascend_910b")

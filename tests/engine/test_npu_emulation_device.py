@@ -33,6 +33,16 @@ def test_the_device_keeps_what_it_promises() -> None:
     assert "12 passed" in done.stdout
 
 
+@pytest.mark.parametrize(("chip", "passed"), [("910B", 13), ("310P", 11)])
+def test_whole_engines_on_each_chip(chip: str, passed: int) -> None:
+    checks = "tests/engine/npu_engine_checks.py"
+    done = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", checks, environment=npu_environment(chip, memory=192 * MIB)
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"{passed} passed" in done.stdout, done.stdout[-500:]
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

@@ -31,6 +31,7 @@ from tests.engine.npu_refusals import (
     UPDATE,
     Refused,
 )
+from tests.engine.npu_refused_parts import GOOD_ON_A2, PARTS
 from tests.support.npu import NotSupportedByNpu, all_rules, npu_operators
 
 pytestmark = pytest.mark.usefixtures("npu_wheel")
@@ -55,6 +56,7 @@ GOOD: tuple[tuple[str, Callable[[], dict[str, Any]], str], ...] = (
     (DYNAMIC, lambda: {"input": half(3, 32)}, A2),
     (MATMUL, calls.matmul, A2),
     (MATMUL, calls.matmul_310p, P310),
+    *((operator, make, A2) for operator, make in GOOD_ON_A2),
 )
 
 
@@ -68,7 +70,7 @@ def on_chip() -> Callable[[str, str, Callable[[], dict[str, Any]]], Any]:
     return call
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.rule.name)
+@pytest.mark.parametrize("refused", [*REFUSED, *PARTS], ids=lambda refused: refused.rule.name)
 def test_a_rule_refuses(refused: Refused, on_chip: Callable[..., Any]) -> None:
     with pytest.raises(NotSupportedByNpu) as caught:
         on_chip(refused.chip, refused.operator, refused.make)

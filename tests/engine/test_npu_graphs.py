@@ -270,6 +270,27 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(
     waiting()  # nothing records any more
 
 
+def test_work_is_run_once_before_it_is_captured(ascend: NPUUnderTest) -> None:
+    """Operators set themselves up on their first run."""
+    device, seen = fake(ascend), list[bool]()
+    NPUGraphCapturer(device, num_attentions=0).capture(lambda: seen.append(device.capturing))
+    assert seen == [False, True]
+
+
+def test_captured_with_as_many_keys_as_a_request_may_have(ascend: NPUUnderTest) -> None:
+    """The operator's workspace, whose size is taken then, must do for any step."""
+    recorders: list[Recorder] = []
+
+    def recorder() -> Recorder:
+        recorders.append(Recorder())
+        return recorders[-1]
+
+    bench = Bench(ascend)
+    bench.capture(fake(ascend, new_recorder=recorder), (1, 4))
+    captured = [record.kwargs["actual_seq_lengths_kv"] for made in recorders for record in made.graph_dispatch_records]
+    assert captured == [[MAX_MODEL_LEN] * 4] * bench.layers + [[MAX_MODEL_LEN]] * bench.layers
+
+
 def test_a_graph_whose_lengths_cannot_be_set_is_not_used(
     ascend: NPUUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:

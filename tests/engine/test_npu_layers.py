@@ -24,6 +24,7 @@ from reprise_engine.models.npu_layers import (
     Residual,
     fuse_npu_layers,
 )
+from reprise_engine.models.w8a8 import BiasedNorm
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
@@ -179,6 +180,28 @@ def test_layers_that_are_not_plain_are_left_alone(chip: Chip) -> None:
     torch.testing.assert_close(logits_of(model), expected, atol=2e-4, rtol=1e-4)
 
 
+def test_an_mlp_with_another_activation_is_left_alone(chip: Chip) -> None:
+    model = load("llama", torch.float32)
+    cast(Any, model.module).model.layers[1].mlp.act_fn = nn.GELU()
+    expected = logits_of(model)
+    fuse_npu_layers(model.module, chip=chip)
+    assert not isinstance(cast(Any, model.module).model.layers[1].mlp, NPUMLP)
+    torch.testing.assert_close(logits_of(model), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_layers_whose_norms_have_a_bias_stay_apart(chip: Chip) -> None:
+    """As smoothing leaves them behind in quantised weights: a sum and a norm are then two things."""
+    model = load("llama", torch.float32)
+    layer = cast(Any, model.module).model.layers[1]
+    layer.input_layernorm = BiasedNorm(layer.input_layernorm, torch.randn(64))
+    expected = logits_of(model)
+    fuse_npu_layers(model.module, chip=chip)
+    layers = cast(Any, model.module).model.layers
+    assert not any(isinstance(layer, NPUDecoderLayer) for layer in layers)
+    assert isinstance(layers[1].input_layernorm.norm, NPURMSNorm)
+    torch.testing.assert_close(logits_of(model), expected, atol=2e-4, rtol=1e-4)
+
+
 def test_another_instance_stays_as_it_was() -> None:
     fused, other = load("qwen3-moe", torch.float32), load("qwen3-moe", torch.float32)
     expected = logits_of(other)
@@ -190,9 +213,11 @@ def test_another_instance_stays_as_it_was() -> None:
 
 def test_a_norm_ends_the_residual_stream(chip: Chip) -> None:
     norm = cast(Any, load("llama", torch.float32).module).model.norm
+    norm.variance_epsilon = 0.1  # not the operators' own
     stream, delta = torch.randn(2, 1, 5, 64)
     expected = norm(stream + delta)
     fused = NPURMSNorm(norm)
+    torch.testing.assert_close(fused(stream), norm(stream))
     torch.testing.assert_close(fused(Residual(stream, delta)), expected)
     normed, total = fused.add(Residual(stream, delta))
     torch.testing.assert_close(normed, expected)

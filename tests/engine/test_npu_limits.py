@@ -98,12 +98,13 @@ def test_a_dtype_that_the_operators_refuse_is_told_at_load(chip: Chip, dtype: st
 def test_flags_that_the_operators_refuse_are_told_at_load() -> None:
     for size in (128, 256, 384, 512):
         check_npu_flags(Chip.A2, block_size=size, max_num_seqs=4096)
-    check_npu_flags(Chip.P310, block_size=128, max_num_seqs=1)
+    check_npu_flags(Chip.P310, block_size=128, max_num_seqs=2048)
     for chip, size in ((Chip.A2, 16), (Chip.A2, 192), (Chip.P310, 256), (Chip.P310, 64)):
         with pytest.raises(ConfigError, match=f"--block-size is {size}; .* must be 128"):
             check_npu_flags(chip, block_size=size, max_num_seqs=8)
-    with pytest.raises(ConfigError, match="--max-num-seqs is 4097; on an NPU at most 4096"):
-        check_npu_flags(Chip.A2, block_size=128, max_num_seqs=4097)
+    for chip, most in ((Chip.A2, 4096), (Chip.P310, 2048)):
+        with pytest.raises(ConfigError, match=f"--max-num-seqs is {most + 1}; on an NPU {chip.value} at most {most} "):
+            check_npu_flags(chip, block_size=128, max_num_seqs=most + 1)
 
 
 # --- the pool and its copies

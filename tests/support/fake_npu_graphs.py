@@ -73,6 +73,7 @@ class FakeNPUGraph:
     def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
         assert self.auto_dispatch_capture, "The current graph configuration does not support update"
         (update,) = cpu_update_input
+        assert not self._device.running, "a task of the last replay that has yet to run would see the new lengths"
         self._device.updates.append(update)
         if self._device.forgets_updates:
             return
@@ -81,6 +82,7 @@ class FakeNPUGraph:
 
     def replay(self) -> None:
         self._device.replays += 1
+        self._device.running = True
         for record in self.graph_dispatch_mode.records:
             new = tree_leaves(record.function(*record.args, **record.kwargs))
             for old, value in zip(record.results, new, strict=True):
@@ -99,6 +101,8 @@ class FakeNPU:
     captures: int = 0
     replays: int = 0
     capturing: bool = False
+    running: bool = False
+    """A replay has been launched, and nobody has waited for it."""
     updates: list[dict[str, list[int]]] = field(default_factory=list)
     pool: object = field(default_factory=object)
     streams: list[object] = field(default_factory=list)
@@ -126,3 +130,4 @@ class FakeNPU:
 
     def synchronize(self) -> None:
         assert not self.capturing, "synchronizing is not permitted during NPU graph capture"
+        self.running = False

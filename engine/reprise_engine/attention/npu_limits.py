@@ -4,7 +4,8 @@ Sources. 910B and 910C: CANN ops-transformer, attention/fused_infer_attention_sc
 fused_infer_attention_score_tiling.cpp (`IsUsingFAI`, `CheckFAISinglePara`, `CheckFAIQKV`) for grouped heads, and
 arch32/fused_infer_attention_score_tiling_check_feature.cpp (`CheckFeatureHeadDim`, 7ab1fa1) for as many key heads as
 query heads; numbers of heads and of requests: op-plugin docs torch_npu-npu_fused_infer_attention_score.md (517f2e7).
-310P: op-plugin third_party/atb/inc/infer_op_params.h, `PagedAttentionParam`, and vllm-ascend
+310P: op-plugin third_party/atb/inc/infer_op_params.h, `PagedAttentionParam`, torch-npu 2.13.0
+torch_npu/op_plugin/atb/_atb_api_docs.py:279 (requests), and vllm-ascend
 _310p/attention/attention_v1.py, `get_supported_kernel_block_sizes`, and _310p/model_runner_310p.py,
 `_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e). Where an older and a newer CANN differ, what both take is allowed.
 """
@@ -12,7 +13,8 @@ _310p/attention/attention_v1.py, `get_supported_kernel_block_sizes`, and _310p/m
 from __future__ import annotations
 
 from reprise_engine.attention.npu_chip import Chip
-from reprise_engine.errors import ConfigError, UnsupportedModel
+from reprise_engine.config import NPU_BLOCK_SIZE, DType
+from reprise_engine.errors import ConfigError, RepriseError, UnsupportedModel
 
 _ALIGNMENT = 16
 """Elements of a head, and of a block: 32 bytes."""
@@ -24,8 +26,8 @@ _LARGEST_GROUP = 64
 _BLOCK_SIZES = {Chip.A2: (128, 256, 384, 512), Chip.P310: (128,)}
 _LARGEST_HEAD_310P = 128
 """A block of 128 slots times the size of a head may be 128 · 128."""
-_MOST_REQUESTS = 4096
-"""Entries of the operator's list of lengths."""
+_MOST_REQUESTS = {Chip.A2: 4096, Chip.P310: 2048}
+"""Entries of the operators' lists of lengths."""
 
 
 def check_npu_model(chip: Chip, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
@@ -63,7 +65,31 @@ def check_npu_flags(chip: Chip, *, block_size: int, max_num_seqs: int) -> None:
             f"--block-size is {block_size}; on an NPU {chip.value} it must be {' or '.join(map(str, sizes))}. "
             f"Leave it out for {sizes[0]}."
         )
-    if max_num_seqs > _MOST_REQUESTS:
+    most = _MOST_REQUESTS[chip]
+    if max_num_seqs > most:
         raise ConfigError(
-            f"--max-num-seqs is {max_num_seqs}; on an NPU at most {_MOST_REQUESTS} requests fit a step. Lower it."
+            f"--max-num-seqs is {max_num_seqs}; on an NPU {chip.value} at most {most} requests fit a step. Lower it."
         )
+
+
+def check_some_chip(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: DType, block_size: int | None, max_num_seqs: int
+) -> None:
+    """For a check without an NPU, which cannot know the chip: raises what the first one refuses, where all of them
+    refuse something. Flags as they were given."""
+    refusals: list[RepriseError] = []
+    for chip in Chip:
+        try:
+            check_npu_flags(chip, block_size=block_size or NPU_BLOCK_SIZE, max_num_seqs=max_num_seqs)
+            check_npu_model(
+                chip,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype="float16" if dtype == "auto" else dtype,
+            )
+        except RepriseError as refusal:
+            refusals.append(refusal)
+        else:
+            return
+    raise refusals[0]

@@ -47,9 +47,10 @@ def check_model(options: ServerOptions) -> str:
     """
     hide_torch_npu()  # no NPU is needed to judge a model
     # Only here: reading a configuration imports transformers, and flags are to be judged without it.
+    from reprise_engine.attention.npu_limits import check_some_chip
     from reprise_engine.models.quantization import read_quantization
     from reprise_engine.models.spec import read_spec
-    from reprise_engine.parallel.shard import check_size
+    from reprise_engine.parallel.shard import check_size, rank_spec
 
     model = options.engine.model
     files = find_weights(model.model, revision=model.revision)
@@ -57,6 +58,16 @@ def check_model(options: ServerOptions) -> str:
     spec = read_spec(files, quantized=plan is not None)
     length = spec.choose_max_model_len(model.max_model_len)
     check_size(spec, options.engine.tensor_parallel_size)
+    if options.engine.device == "npu":
+        seen = rank_spec(spec, options.engine.tensor_parallel_size)  # by the operators
+        check_some_chip(
+            num_heads=seen.num_heads,
+            num_kv_heads=seen.num_kv_heads,
+            head_dim=seen.head_dim,
+            dtype=model.dtype,
+            block_size=options.engine.cache.block_size,
+            max_num_seqs=options.engine.scheduler.max_num_seqs,
+        )
     _check_shards(files)
     try:
         load_tokenizer(

@@ -31,8 +31,9 @@ _RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 
 _SHORTEST_ROW_310P = 32
 """Bytes of the last axis of npu_rms_norm on a 310P."""
-_SWIGLU_ALIGNMENT_310P = 32
-"""Elements of a row of npu_swiglu on a 310P (vllm-ascend _310p/ops/activation.py)."""
+_SWIGLU_ALIGNMENT_310P = 64
+"""Elements of a row of npu_swiglu on a 310P: half of it, in float16, is a multiple of 64 bytes (CANN ops-nn,
+activation/swi_glu/op_host/swi_glu_tiling.cpp, `CalcTiling`). vllm-ascend looks for 32 elements, which is too few."""
 _ROTARY_HEAD_310P = 128
 _LARGEST_ROTARY_HEAD = 895
 _MOST_ROTARY_HEADS = 999
