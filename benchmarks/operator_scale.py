@@ -161,15 +161,15 @@ async def changed(hands: Hands, names: Sequence[str], count: int) -> list[float]
     """One change after the other: seconds from sending it to the event of the Deployment that has it."""
     arrived: dict[str, asyncio.Event] = {}
 
-    async def look() -> None:
-        async for event in hands.watch(DEPLOYMENTS):
+    async def look(since: str) -> None:
+        async for event in hands.watch(DEPLOYMENTS, since=since):
             for argument in event["object"]["spec"]["template"]["spec"]["containers"][0]["args"]:
                 if argument in arrived:
                     arrived[argument].set()
 
     delays = []
     chosen = random.Random(7)
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(look(await hands.version(DEPLOYMENTS)))
     try:
         await asyncio.sleep(2)
         for length in range(5000, 5000 + count):
@@ -177,6 +177,8 @@ async def changed(hands: Hands, names: Sequence[str], count: int) -> list[float]
             begun = time.monotonic()
             await hands.change(chosen.choice(names), length)
             await asyncio.wait_for(arrived[str(length)].wait(), 60)
+            if looking.done():
+                raise SystemExit("the watch of the Deployments has ended: the figures would be of what it missed")
             delays.append(time.monotonic() - begun)
             await asyncio.sleep(0.25)
     finally:

@@ -108,14 +108,23 @@ class Hands:
                 raise RuntimeError(f"{method} {path}: {answer.status} {text[:300]}")
             return json.loads(text)
 
-    async def watch(self, path: str) -> AsyncIterator[dict[str, Any]]:
-        url = f"{self._credentials.server}{path}?watch=true"
+    async def watch(self, path: str, *, since: str = "") -> AsyncIterator[dict[str, Any]]:
+        """Events after the resource version `since`, or first of all that is there. Ends with the stream; an ERROR
+        event, say that a thousand objects were more than the API server holds for a slow reader, ends it too."""
+        url = f"{self._credentials.server}{path}?watch=true&resourceVersion={since}"
         timeout = aiohttp.ClientTimeout(total=None)
         async with self._session.get(
             url, headers=self._credentials.headers, ssl=self._credentials.tls or True, timeout=timeout
         ) as response:
             async for line in response.content:
-                yield json.loads(line)
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    return
+                yield event
+
+    async def version(self, path: str) -> str:
+        """The resource version of the collection now."""
+        return str((await self.request("GET", f"{path}?limit=1"))["metadata"]["resourceVersion"])
 
     async def count(self, path: str) -> int:
         """Objects of a collection, by a listing of one."""
