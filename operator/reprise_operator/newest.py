@@ -13,17 +13,22 @@ from __future__ import annotations
 from reprise_operator.kinds import ResourceType
 
 
+def version_number(resource_version: str | None) -> int | None:
+    """Resource versions are comparable as whole numbers (KEP-5504). None of one that is none: it says nothing."""
+    return int(resource_version) if resource_version is not None and resource_version.isdecimal() else None
+
+
 class Newest:
     """The newest resource version of each kind that this process has seen in an event, a write or a read."""
 
     def __init__(self) -> None:
         self._versions: dict[tuple[str, str], int] = {}
 
-    def seen(self, resource: ResourceType, resource_version: object) -> None:
-        # Comparable as whole numbers (KEP-5504); what is none of these is no bound.
-        if isinstance(resource_version, str) and resource_version.isdecimal():
+    def seen(self, resource: ResourceType, resource_version: str | None) -> None:
+        version = version_number(resource_version)
+        if version is not None:
             kind = resource.group, resource.plural
-            self._versions[kind] = max(self._versions.get(kind, 0), int(resource_version))
+            self._versions[kind] = max(self._versions.get(kind, 0), version)
 
     def of(self, resource: ResourceType) -> str | None:
         """None: nothing was seen, so a listing has to be consistent."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from reprise_operator.kinds import CHILD_TYPES, INFERENCE_SERVICES, PODS, WATCH_PERMISSIONS, ResourceType
 from reprise_operator.naming import MANAGED_BY_LABEL
+from reprise_operator.newest import version_number
 from reprise_operator.observed import ObservedChild
 from reprise_operator.settings import FIELD_MANAGER
 
@@ -44,7 +45,7 @@ class WatchHealth:
         self, key: Hashable, resource_version: str | None, *, resource: ResourceType = INFERENCE_SERVICES
     ) -> None:
         """The watch of `resource` brought an event of object `key`."""
-        version = _version(resource_version)
+        version = version_number(resource_version)
         if version is None:
             return
         place = resource.plural, key
@@ -63,7 +64,7 @@ class WatchHealth:
     ) -> None:
         """A GET or LIST returned this version of `key`, an object the watch selects. Kinds without a watch are not
         judged."""
-        version = _version(resource_version)
+        version = version_number(resource_version)
         place = resource.plural, key
         if version is None or version <= self._delivered.get(place, -1):
             return
@@ -103,11 +104,6 @@ class WatchHealth:
             ((now - missing.since, plural) for (plural, _), missing in self._missing.items()), default=(0.0, "")
         )
         return plural if longest > self._dead_after else None
-
-
-def _version(text: str | None) -> int | None:
-    # Resource versions are comparable as whole numbers (KEP-5504); what is none of these is not judged.
-    return int(text) if text is not None and text.isdecimal() else None
 
 
 def watched_objects(
