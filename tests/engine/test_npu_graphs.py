@@ -124,22 +124,30 @@ def test_the_sizes_are_vllms_and_end_with_the_most_that_may_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enforce_eager", "can_capture", "blocking", "sizes"),
+    ("enforce_eager", "can_capture", "environment", "sizes"),
     [
-        (False, True, "0", (1, 2, 4)),
-        (True, True, "0", ()),
-        (False, False, "0", ()),  # a 310P
-        (False, True, "1", ()),
+        (False, True, {"ASCEND_LAUNCH_BLOCKING": "0", "TASK_QUEUE_ENABLE": "1"}, (1, 2, 4)),
+        (False, True, {"TASK_QUEUE_ENABLE": "0"}, (1, 2, 4)),
+        (True, True, {}, ()),
+        (False, False, {}, ()),  # a 310P
+        (False, True, {"ASCEND_LAUNCH_BLOCKING": "1"}, ()),
+        (False, True, {"TASK_QUEUE_ENABLE": "2"}, ()),
     ],
 )
-def test_when_graphs_are_wanted(enforce_eager: bool, can_capture: bool, blocking: str, sizes: tuple[int, ...]) -> None:
+def test_when_graphs_are_wanted(
+    enforce_eager: bool, can_capture: bool, environment: dict[str, str], sizes: tuple[int, ...]
+) -> None:
     found = wanted_sizes(
-        enforce_eager=enforce_eager,
-        can_capture=can_capture,
-        environment={"ASCEND_LAUNCH_BLOCKING": blocking},
-        max_num_seqs=4,
+        enforce_eager=enforce_eager, can_capture=can_capture, environment=environment, max_num_seqs=4
     )
     assert found == sizes
+
+
+def test_two_task_queues_cannot_be_captured(ascend: NPUUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none are asked for, as torch_npu refuses each."""
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    with pytest.raises(RuntimeError, match="Do not support TASK_QUEUE_ENABLE = 2"):
+        NPUGraphCapturer(fake(ascend), num_attentions=0).capture(lambda: None)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-sliding", "qwen3", "llama"])
@@ -234,6 +242,9 @@ def test_without_graphs_there_is_one_warning_and_the_same_tokens(
             "[Error]: Stream resources are insufficient.",
             "lower --max-num-seqs",
         ),
+        # Of reports to vllm-ascend: issues 9564 and 9596.
+        ("NPU function error: AclmdlRICaptureEnd, error code is 207005", "lower --max-num-seqs"),
+        ("EL0009: New capture stream failed, resource alloc fail, retCode=0x7020016", "lower --max-num-seqs"),
         ("[drv api] Alloc sq cq fail, drvRetCode=12", "install Ascend HDK 25.5.1"),
         ("NPU out of memory. Tried to allocate 20.00 MiB", "--enforce-eager"),
     ],
@@ -265,7 +276,7 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(
 
     with pytest.raises(RuntimeError, match="not permitted during NPU graph capture"):
         NPUGraphCapturer(device, num_attentions=0).capture(waiting)
-    assert not device.capturing, "the capture has been ended"
+    assert not device.capturing, "the capture has been ended, which was an error as well, but a consequence"
     assert device.streams == []
     waiting()  # nothing records any more
 

@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.npu.device.graphs import invalidated, refuse_task_queue_2
+
 ATTENTION = "npu_fused_infer_attention_score"
 _WAITS_FOR_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
 
@@ -39,10 +41,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
         self.graph_dispatch_records: list[Record] = []
+        self.invalidated = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0]
         if name in _WAITS_FOR_THE_DEVICE:
+            self.invalidated = True
             raise RuntimeError(f"{name}: synchronizing is not permitted during NPU graph capture")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -62,6 +66,7 @@ class FakeNPUGraph:
 
     def capture_begin(self, pool: object = None) -> None:
         assert pool is self._device.pool
+        refuse_task_queue_2()
         self._device.captures += 1
         if error := self._device.capture_error(self._device.captures):
             raise error
@@ -69,6 +74,8 @@ class FakeNPUGraph:
 
     def capture_end(self) -> None:
         self._device.capturing = False
+        if self.graph_dispatch_mode.invalidated:
+            raise invalidated()
 
     def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
         assert self.auto_dispatch_capture, "The current graph configuration does not support update"

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -87,8 +88,11 @@ class NPUGraphCapturer:
             try:
                 with graph.graph_dispatch_mode:
                     forward()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of an invalidated capture the end fails too (507903), and says no cause
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         records = graph.graph_dispatch_mode.graph_dispatch_records
         refreshed = sum("actual_seq_lengths_kv" in record.kwargs for record in records)
         if refreshed != self._num_attentions:
@@ -121,7 +125,8 @@ def wanted_sizes(
     *, enforce_eager: bool, can_capture: bool, environment: Mapping[str, str], max_num_seqs: int
 ) -> tuple[int, ...]:
     """Sizes to capture on an NPU, () for eager steps only: asked for, or where the chip (310P) or the model (a mixture)
-    cannot be captured, or where operators are to be launched one by one, which no capture allows."""
+    cannot be captured, or where operators are to be launched one by one or by two queues, which no capture allows
+    (torch_npu, NPUGraph.cpp, NPUGraph::capture_begin)."""
     if enforce_eager:
         return ()
     if not can_capture:
@@ -129,6 +134,9 @@ def wanted_sizes(
         return ()
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
         logger.info("decode steps run eagerly: ASCEND_LAUNCH_BLOCKING is 1")
+        return ()
+    if environment.get("TASK_QUEUE_ENABLE") == "2":
+        logger.info("decode steps run eagerly: TASK_QUEUE_ENABLE is 2, and only with 0 or 1 are graphs captured")
         return ()
     return capture_sizes(max_num_seqs)
 
@@ -285,7 +293,15 @@ class _Step:
 
 
 _CAUSE_LIMIT = 300
-_STREAMS = ("207008", "stream resources are insufficient", "insufficient_stream_resources")
+_STREAMS = (
+    "207008",
+    "stream resources are insufficient",
+    "insufficient_stream_resources",
+    # Where an event asks for a further stream (hicann/runtime, capture_model_utils.cc, api_impl_capture_event.cc;
+    # reported to vllm-ascend in issues 9564 and 9596).
+    "207005",
+    "capture stream failed",
+)
 _OLD_DRIVER = ("alloc sq cq fail",)
 
 

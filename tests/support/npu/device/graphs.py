@@ -6,6 +6,7 @@ place stays as it was. Views are made by the host and are not part of a graph.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,25 @@ from tests.support.npu.device.tensor import NpuTensor, raw_of, run, target_devic
 
 # They wait for the device, or bring values to the host.
 _WAITING = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal")
+
+
+def refuse_task_queue_2() -> None:
+    """torch_npu, csrc/core/npu/NPUGraph.cpp, NPUGraph::capture_begin (94c0533ba, of 2.13.0); that a launch that blocks
+    makes it 0 is OptionsManager::GetTaskQueueEnable."""
+    if os.environ.get("ASCEND_LAUNCH_BLOCKING") != "1" and os.environ.get("TASK_QUEUE_ENABLE") == "2":
+        raise RuntimeError(
+            "Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture, please export TASK_QUEUE_ENABLE=1/0.\n"
+            "[ERROR] ERR00007 PTA feature not supported"
+        )
+
+
+def invalidated() -> RuntimeError:
+    """Of a capture that met what it does not permit: its end is an error as well (hicann/runtime, 681ef7610,
+    rt_error_codes.h, ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED; torch_npu clears its own state before it says so)."""
+    return RuntimeError(
+        "capture_end:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:373 NPU function error: endCaptureErr, "
+        "error code is 507903\n[Error]: The capture status is invalidated."
+    )
 
 
 @dataclass
@@ -45,14 +65,18 @@ class NPUGraph:
         self._tasks: list[_Task] = []
         self._group: TaskGroup | None = None
         self._updated: list[_Task] | None = None
+        self._invalidated = False
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        refuse_task_queue_2()
         if NpuTensor.state.capture is not None:
             raise RuntimeError("a graph is being captured already")
         NpuTensor.state.capture = self
 
     def capture_end(self) -> None:
         NpuTensor.state.capture = None
+        if self._invalidated:
+            raise invalidated()
 
     def replay(self) -> None:
         for task in self._tasks:
@@ -74,6 +98,10 @@ class NPUGraph:
     def pool(self) -> tuple[int, int]:
         return (0, 0)
 
+    def refuse(self, waiting: str) -> None:
+        self._invalidated = True
+        raise RuntimeError(f"{waiting} waits for the device, which is not permitted while a graph is captured")
+
     def begin_group(self) -> None:
         self._group = TaskGroup()
 
@@ -89,7 +117,7 @@ class NPUGraph:
         brings_home = target_device(args, kwargs) == "cpu"
         brings_home |= name == "copy_" and not isinstance(args[0], NpuTensor)
         if name in _WAITING or brings_home:
-            raise RuntimeError(f"{name} waits for the device, which is not permitted while a graph is captured")
+            self.refuse(name)
         written = _written(operation, args, kwargs)
         copies = _clones(operation, args, kwargs)
         tried = run(*_replaced(operation, args, kwargs, copies))

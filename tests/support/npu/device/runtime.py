@@ -83,8 +83,8 @@ class NpuRuntime:
 
     def synchronize(self, device: Any = None) -> None:
         self._index(device)
-        if self.state.capture is not None:
-            raise RuntimeError("synchronize waits for the device, which is not permitted while a graph is captured")
+        if isinstance(self.state.capture, graphs.NPUGraph):
+            self.state.capture.refuse("synchronize")
 
     def manual_seed_all(self, seed: int) -> None: ...
 
