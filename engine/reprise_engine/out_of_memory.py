@@ -48,11 +48,17 @@ _ADVICE = {
     Phase.RUNNING: "Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs.",
 }
 
-# Of torch_npu's allocators, of the CANN runtime (error EL0004, code 207001), and of operators that call it.
+# Of torch_npu's allocators, of the CANN runtime (error EL0004, codes 207001 and, from the device, 207018), of operators
+# that call it, and of HCCL. Texts and codes: hicann/runtime, 681ef7610, src/dfx/error_manager/error_code.json and
+# include/external/acl/error_codes/rt_error_codes.h.
 _NPU = re.compile(
-    r"NPU out of memory|Allocator tried to allocate .{0,40}\(NPU|ERR00006\b|\bEL0004\b|error code is 207001\b"
-    r"|Failed to allocate resource\[DeviceMemory\]"
+    r"NPU out of memory|Allocator tried to allocate .{0,40}\(NPU|ERR00006\b|\bEL0004\b|error code is 2070(01|18)\b"
+    r"|Failed to allocate resource\[DeviceMemory\]|\bEI0011\b"
 )
+# CANN's, of the host: codes and torch_npu's class are those of a lack of the NPU's.
+_HOST_BY_CANN = re.compile(r"\bEE1013\b")
+# HCCL's, of registers and the like, where torch_npu takes "Failed to allocate" for memory.
+_NOT_MEMORY = re.compile(r"Failed to allocate resource\[(?!DeviceMemory\])")
 # The last one is torch_npu's, of memory pinned for copies.
 _HOST = re.compile(r"DefaultCPUAllocator: |Cannot allocate memory|std::bad_alloc|host out of memory")
 
@@ -62,10 +68,14 @@ def memory_of(error: BaseException) -> Literal["npu", "host"] | None:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "host"
     words = str(error)
+    if _HOST_BY_CANN.search(words):
+        return "host"
     if _NPU.search(words):
         return "npu"
     if _HOST.search(words):
         return "host"
+    if _NOT_MEMORY.search(words):
+        return None
     # torch's own class; torch is not imported here.
     return "npu" if type(error).__name__ == "OutOfMemoryError" else None
 

@@ -36,12 +36,14 @@ _OURS = re.compile(r"\bmemory=(?P<memory>npu|host) phase=(?P<phase>[a-z-]+): .*"
 # The share decides over what is taken in these phases. Weights and the profiling run take what they need.
 _DECIDED_BY_SHARE = frozenset({"kv-cache", "running"})
 _CHILD_KILLED = re.compile(r"EngineDead: The engine process was killed by SIGKILL.*")
-# What torch_npu's allocators say (and their error ERR00006), the CANN runtime (EL0004, 207001), and vLLM where less of
-# the device is free than the share it was told.
+# What torch_npu's allocators say (and their error ERR00006), the CANN runtime (EL0004, 207001, 207018), HCCL (EI0011),
+# and vLLM where less of the device is free than the share it was told.
 _DEVICE = re.compile(
-    r".*(NPU out of memory|Allocator tried to allocate [^\n]{0,40}\(NPU|ERR00006\b|\bEL0004\b|error code is 207001\b"
-    r"|Failed to allocate resource\[DeviceMemory\]|Free memory on [^\n]{0,200} is less than desired).*"
+    r".*(NPU out of memory|Allocator tried to allocate [^\n]{0,40}\(NPU|ERR00006\b|\bEL0004\b|error code is 2070(01|18)\b"
+    r"|Failed to allocate resource\[DeviceMemory\]|\bEI0011\b|Free memory on [^\n]{0,200} is less than desired).*"
 )
+# CANN's, of the host: the code next to it is that of a lack of the device's.
+_HOST_BY_CANN = re.compile(r".*\bEE1013\b.*")
 # vLLM's arithmetic: the share less weights and activations leaves nothing. A smaller one leaves less.
 _SHARE_TOO_SMALL = re.compile(r".*(Available KV cache memory: -|No available memory for the cache blocks).*")
 # How far our engine had come when it was killed: until the pool is allocated the share has decided nothing.
@@ -65,6 +67,8 @@ def shortage(service: InferenceService, *, reason: str | None, words: str, log: 
             return Shortage(memory="host", share_helps=own_memory and decided, words=found[0])
         if found := _CHILD_KILLED.search(text):
             return Shortage(memory="host", share_helps=own_memory, words=found[0])
+        if found := _HOST_BY_CANN.search(text):
+            return Shortage(memory="host", share_helps=own_memory, words=found[0].strip())
         if found := _DEVICE.search(text):
             return Shortage(memory="device", share_helps=True, words=found[0].strip())
         if found := _SHARE_TOO_SMALL.search(text):

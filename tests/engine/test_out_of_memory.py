@@ -40,6 +40,19 @@ CANN = (
         ),
         (RuntimeError("Malloc pin memory failed, host out of memory, Rried to allocate size: 1073741824"), "host"),
         (RuntimeError("NPU out of memory. device id: 0, allocated by others"), "npu"),
+        # torch_npu makes its OutOfMemoryError of whatever has "Failed to allocate" in it (NPUException.cpp, isCannOOM);
+        # the words are CANN's (hicann/runtime, src/dfx/error_manager/error_code.json, 681ef7610).
+        (
+            torch.OutOfMemoryError(
+                "NPU function error: aclrtMallocHost, error code is 207001\nResource_Error_Insufficient_Host_Memory"
+                "(EE1013): Failed to allocate 4096 bytes of host memory via malloc to Runtime."
+            ),
+            "host",
+        ),
+        (RuntimeError("NPU function error: aclnnMul, error code is 207018"), "npu"),
+        (RuntimeError("EI0011: [PID: 1] Failed to allocate [1024] bytes of NPU memory."), "npu"),
+        (RuntimeError("EI0007: Failed to allocate resource[DeviceMemory] with info [size:2]."), "npu"),
+        (torch.OutOfMemoryError("EI0007: [PID: 1] Failed to allocate resource[Notify] with info [id:1]."), None),
         (RuntimeError("device on fire"), None),
         (RuntimeError("NPU function error: call aclnnAdd failed, error code is 507015"), None),
         (OSError(errno.ENOSPC, "No space left on device"), None),

@@ -82,6 +82,17 @@ CASES: list[tuple[str, dict[str, Any], str, str, str, tuple[str, bool] | None]] 
     ("vllm, CANN, newer", VLLM, "Error", "", "Memory_Allocation_Failure(EL0004): Failed to allocate", ("device", True)),
     ("vllm, operator", VLLM, "Error", "call aclnnAdd failed, error code is 207001", "", ("device", True)),
     ("vllm, HCCL", VLLM, "Error", "", "Failed to allocate resource[DeviceMemory] with info [size:2]", ("device", True)),
+    ("vllm, HCCL, newer", VLLM, "Error", "", "EI0011: Failed to allocate [2] bytes of NPU memory.", ("device", True)),
+    ("vllm, operator ran out", VLLM, "Error", "call aclnnAdd failed, error code is 207018", "", ("device", True)),
+    (
+        "vllm, CANN's share of the host",
+        VLLM,
+        "Error",
+        CORE_FAILED,
+        "error code is 207001\nEE1013: Failed to allocate 4096 bytes of host memory via malloc to Runtime.",
+        ("host", False),
+    ),
+    ("vllm, HCCL, no memory", VLLM, "Error", "", "EI0007: Failed to allocate resource[Notify] with info [1]", None),
     (
         "vllm, not free",
         VLLM,
