@@ -1,6 +1,7 @@
 """What torch_npu, CANN and the driver really say, and what is made of it: one line, with what to do.
 
-Most texts are from public reports, named by issue: V of vllm-project/vllm-ascend, P of Ascend/pytorch, S of
+Most texts are from public reports, named by issue, and those named by a code are the templates of CANN's runtime
+(hicann/runtime, 681ef7610, src/dfx/error_manager/error_code.json): V of vllm-project/vllm-ascend, P of Ascend/pytorch, S of
 sgl-project/sglang, G of gpustack/gpustack, C of Ascend/cann-container-image, M of vllm-project/vllm.
 """
 
@@ -31,6 +32,8 @@ TAKEN = "The NPU belongs to another container or process. "
 NO_ACCESS = "The driver does not let this process at an NPU. "
 NOT_STARTED = "The NPU could not be started. "
 CHIP = "This CANN and torch_npu do not know the NPU. "
+PORTS = "Another process has the ports of these NPUs. "
+APART = "The NPUs of this engine do not reach each other. "
 FAULT = "The NPU reported a fault. "
 UNKNOWN = "CANN reported an error that the engine knows no cure for. "
 
@@ -120,6 +123,39 @@ SAID = {
         "RankID:1) ERR00100 PTA call acl api failed",
         NOT_STARTED,
     ),
+    "EE1015": (
+        "EE1015: [PID: 7] aclrtSetDevice failed. Reason: The driver version capability is insufficient. ",
+        VERSIONS,
+    ),
+    "EI0008": ("EI0008: The HCCL versions are inconsistent: tag [a], local_version [8], remote_version [9]", VERSIONS),
+    "EE2002": (
+        "EE2002: Value 0,7 for environment variable ASCEND_RT_VISIBLE_DEVICES is invalid. Expected value: [0, 2).",
+        NUMBER,
+    ),
+    "EL0001": ("error code is 207004\nEL0001: [PID: 7] Device not found or invalid.", NO_ACCESS),
+    "EL0007": ("error code is 207006\nEL0007: [PID: 7] You have no permission.", NO_ACCESS),
+    "EL0015": (
+        "error code is 507033\nEL0015: [PID: 7] The device access is invalid.\n        Possible Cause: 1. The device has "
+        "been bound to another container. 2. You have no permission on this device.",
+        TAKEN,
+    ),
+    "EI0006": (
+        "createHCCLComm:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:37 HCCL function error: hcclCommInitRootInfo"
+        "Config, error code is 4\n[ERROR] 2026-03-02-15:44:05 (PID:1, Device:1, RankID:1) ERR02200 DIST call hccl api "
+        "failed.\nEI0006: [PID: 1] Getting socket times out. Reason: remote 0 has not connected",
+        APART,
+    ),
+    "EI0015": (
+        "EI0015: Failed to collect cluster information of the communicator based on rootInfo detection. Reason: …",
+        APART,
+    ),
+    "EI0010": ("EI0010: P2P communication failed. Reason: enable p2p of device 1 timed out", APART),
+    "EJ0001": (
+        "ERR02200 DIST call hccl api failed.\nEJ0001: [PID: 1] Failed to initialize the HCCP process. Reason: Maybe the "
+        "last training process is running.",
+        PORTS,
+    ),
+    "EJ0003": ("EJ0003: [PID: 1] Failed to bind the IP port. Reason: the IP address and port have been bound", PORTS),
     "P57": ("Unsupported SOC version: Ascend310B4", CHIP),
     "P66": (
         "operator(): NPU function error: c10_npu::acl::AclrtSynchronizeStreamWithTimeout(copy_stream), error code is "
@@ -130,6 +166,9 @@ SAID = {
         "NPU function error: call aclnnAdd failed, error code is 507015\n[Error]: The aicore execution …",
         FAULT,
     ),
+    "lost": ("NPU function error: c10_npu::acl::AclrtSynchronizeStream, error code is 507010", FAULT),
+    "overflow": ("call aclnnIndex failed, error code is 507042\n[Error]: The AICore trap read overflow", FAULT),
+    "hccl api": ("HCCL function error: HcclAllReduce, error code is 5\nERR02200 DIST call hccl api failed.", UNKNOWN),
     "V6935": (
         "LazySetDevice:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:21 …\n[ERROR] 2026-03-02-15:44:05 (PID:1, "
         "Device:-1, RankID:-1) ERR99999 UNKNOWN applicaiton exception",
