@@ -105,9 +105,14 @@ def _check_enough(size: int) -> None:
 
 
 def _open_npu(index: int) -> None:
-    """Makes it this process's device, which opens it. Raises DeviceError."""
+    """Makes it this process's device, which opens it. Raises DeviceError.
+
+    Operators are the compiled ones that come with CANN. A 310P would compile its own for each new shape, and take the
+    older of op-plugin's two ways to each (torch_npu, csrc/framework/interface/EnvVariables.cpp, CheckJitDisableInner).
+    """
     try:
         torch.npu.set_device(index)  # type: ignore[attr-defined]  # of torch_npu
+        torch.npu.set_compile_mode(jit_compile=False)  # type: ignore[attr-defined]  # of torch_npu
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"NPU {_number_of(index)} cannot be used. {told(error)}") from error
 

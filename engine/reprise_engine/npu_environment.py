@@ -16,6 +16,7 @@ VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 TASK_QUEUE = "TASK_QUEUE_ENABLE"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+SUMS = "HCCL_DETERMINISTIC"
 
 _NUMBERS = re.compile(r"[0-9]+(,[0-9]+)*")
 # Of the driver (hw_vdavinci): vendor Huawei, device Ascend 310P.
@@ -38,14 +39,16 @@ def npu_settings(environment: Mapping[str, str], *, pci: Path = Path("/sys/bus/p
     """Variables to be set before torch is imported: those that the user has not set.
 
     Segments of memory that grow keep an engine that runs for long from fragmenting it; a 310P has none. A task queue
-    lets the host launch ahead of the device. And torch is not to import torch_npu by itself: where driver or CANN are
+    lets the host launch ahead of the device. Sums over ranks are the same each time, which HCCL on a 910B (A2) does not
+    promise by itself (hicann/hccl, docs/zh/user_guide/hccl_env/HCCL_DETERMINISTIC.md, 09300b70): ranks that choose the
+    experts of a mixture must see one sum. A 310P's HCCL knows no such setting. And torch is not to import torch_npu by itself: where driver or CANN are
     missing that fails inside `import torch`, before anything of ours could say what to do.
     """
     if not is_torch_npu_installed():
         return {}
     wanted = {AUTOLOAD: "0", TASK_QUEUE: "1"}
     if not _has_310p(pci):
-        wanted[ALLOCATOR] = "expandable_segments:True"
+        wanted |= {ALLOCATOR: "expandable_segments:True", SUMS: "true"}
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

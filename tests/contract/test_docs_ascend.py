@@ -12,7 +12,7 @@ from reprise_engine.attention.npu_chip import Chip, chip_named
 from reprise_engine.entrypoints.arguments import build_parser
 from reprise_engine.errors import ConfigError, DeviceError
 from reprise_engine.memory import MemoryFacts
-from reprise_engine.npu_environment import ALLOCATOR, AUTOLOAD, TASK_QUEUE, VISIBLE_DEVICES
+from reprise_engine.npu_environment import ALLOCATOR, AUTOLOAD, SUMS, TASK_QUEUE, VISIBLE_DEVICES
 from reprise_engine.npu_troubles import TROUBLES
 from reprise_engine.runner.npu_graphs import capture_sizes
 from reprise_operator.children.profiles import PROFILES
@@ -97,7 +97,7 @@ def test_the_marker_selects_what_the_page_says() -> None:
 
 def test_the_variables_are_those_of_the_code() -> None:
     named = [cell.strip("`") for cell in first_cells("Environment")]
-    assert named == [VISIBLE_DEVICES, ALLOCATOR, TASK_QUEUE, AUTOLOAD]
+    assert named == [VISIBLE_DEVICES, ALLOCATOR, TASK_QUEUE, SUMS, AUTOLOAD]
     assert f"{AUTOLOAD}=0" in STAGES["engine"].all("ENV")[-1]
 
 

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_torch_npu_available
 
 from reprise_engine.device import cgroup_cpu_quota, resolve_device, settle_torch_npu
 from reprise_engine.errors import ConfigError, DeviceError
+from reprise_engine.npu_environment import ALLOCATOR, AUTOLOAD, SUMS, TASK_QUEUE
 from tests.support.npu.device.process import npu_environment
 
 
@@ -63,7 +64,7 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     def make(found: int, *, visible: str | None = None, fault: str | None = None) -> None:
         (tmp_path / "torch_npu.py").write_text("")
         monkeypatch.syspath_prepend(str(tmp_path))
-        for name in ("PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        for name in (ALLOCATOR, TASK_QUEUE, AUTOLOAD, SUMS):
             monkeypatch.setenv(name, "by the user")
         monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
         if visible is not None:
@@ -73,24 +74,31 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
             if fault is not None:
                 raise RuntimeError(fault)
 
-        npu = SimpleNamespace(is_available=lambda: found > 0, device_count=lambda: found, set_device=set_device)
+        npu = SimpleNamespace(
+            is_available=lambda: found > 0,
+            device_count=lambda: found,
+            set_device=set_device,
+            set_compile_mode=lambda jit_compile: None,
+        )
         monkeypatch.setattr(torch, "npu", npu, raising=False)
 
     yield make
     sys.modules.pop("torch_npu", None)
 
 
+@pytest.mark.parametrize("chip", ["910B", "310P"])
 @pytest.mark.usefixtures("npu_wheel")
-def test_the_first_visible_npu_is_taken() -> None:
+def test_the_first_visible_npu_is_taken_and_its_operators_are_not_compiled_for_each_shape(chip: str) -> None:
     """In a process of its own: torch forgets no device."""
     program = (
         "from reprise_engine.device import npu_number, resolve_device\n"
         "found = [resolve_device(requested) for requested in ('auto', 'npu')]\n"
-        "print(*found, *map(npu_number, found))"
+        "import torch\n"
+        "print(*found, *map(npu_number, found), torch.npu.jit_compile)"
     )
-    environment = npu_environment(count=8) | {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}
+    environment = npu_environment(chip, count=8) | {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["npu:0", "npu:0", "3", "3"], done.stderr
+    assert done.stdout.split() == ["npu:0", "npu:0", "3", "3", "False"], done.stderr
 
 
 def test_settings_are_there_before_torch_npu_is_imported(
@@ -171,7 +179,12 @@ def test_each_rank_has_an_npu_of_its_own_and_too_few_are_refused(monkeypatch: py
     torch_npu.__spec__ = ModuleSpec("torch_npu", None)
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
     taken: list[int] = []
-    npu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=taken.append)
+    npu = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        set_device=taken.append,
+        set_compile_mode=lambda jit_compile: None,
+    )
     monkeypatch.setattr(torch, "npu", npu, raising=False)
     chosen: list[object] = []
     monkeypatch.setattr(torch, "device", lambda *given: chosen.append(given))  # "npu" is no device without torch_npu

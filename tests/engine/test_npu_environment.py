@@ -20,7 +20,7 @@ from reprise_engine.npu_turns import npu_turn
 from tests.support.tiny_models import tiny_model_path
 
 NPU = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "1"}
-GROWING = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+NOT_310P = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "HCCL_DETERMINISTIC": "true"}
 
 
 def pci(tmp_path: Path, *devices: tuple[str, str]) -> Path:
@@ -40,14 +40,18 @@ def with_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_torch_npu")
 def test_settings_by_chip(tmp_path: Path) -> None:
-    assert npu_settings({}, pci=pci(tmp_path / "910b", ("0x8086", "0x1234"), ("0x19e5", "0xd802"))) == NPU | GROWING
-    assert npu_settings({}, pci=tmp_path / "none") == NPU | GROWING, "torch_npu gives up what a device does not have"
+    assert npu_settings({}, pci=pci(tmp_path / "910b", ("0x8086", "0x1234"), ("0x19e5", "0xd802"))) == NPU | NOT_310P
+    assert npu_settings({}, pci=tmp_path / "none") == NPU | NOT_310P, "torch_npu gives up what a device does not have"
     assert npu_settings({}, pci=pci(tmp_path / "310p", ("0x8086", "0x1234"), ("0x19e5", "0xd500"))) == NPU
 
 
 @pytest.mark.usefixtures("with_torch_npu")
 def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
-    given = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64", "TASK_QUEUE_ENABLE": "2"}
+    given = {
+        "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64",
+        "TASK_QUEUE_ENABLE": "2",
+        "HCCL_DETERMINISTIC": "false",
+    }
     assert npu_settings(given, pci=tmp_path) == {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -59,7 +63,7 @@ def test_without_torch_npu_nothing_is_set() -> None:
 @pytest.mark.usefixtures("with_torch_npu")
 def test_the_engine_process_starts_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever starts it: not only the command line, which sets them for itself."""
-    for name in NPU | GROWING:
+    for name in NPU | NOT_310P:
         monkeypatch.delenv(name, raising=False)
     given: list[dict[str, str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda _command, env, **_others: given.append(env))
@@ -77,7 +81,7 @@ def test_a_broken_torch_npu_does_not_break_the_import_of_torch(tmp_path: Path) -
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = {name: value for name, value in os.environ.items() if name not in NPU | GROWING}
+    environment = {name: value for name, value in os.environ.items() if name not in NPU | NOT_310P}
     environment["PYTHONPATH"] = path
 
     def ends(code: str) -> subprocess.CompletedProcess[str]:
