@@ -132,6 +132,12 @@ REFUSED = (
     ),
     Refused(fia.BLOCK_IDS, FIA, lambda: calls.paged(block_table=torch.tensor([[5, 0], [1, 4]], dtype=torch.int32))),
     Refused(fia.BLOCK_IDS, FIA, lambda: calls.paged(block_table=torch.tensor([[3, 0], [1, -1]], dtype=torch.int32))),
+    Refused(
+        fia.CACHE_SIZE,
+        FIA,
+        # 2^32 elements and a block more, of which only one row is there.
+        lambda: calls.paged(**dict.fromkeys(("key", "value"), half(1, 1, 32).expand(2**20 + 1, 128, 32))),
+    ),
     Refused(fia.CACHE_NZ, FIA, lambda: calls.paged(key=half(5, 2, 2, 128, 8), value=half(5, 2, 2, 128, 8))),
     Refused(fia.SAME_CACHE, FIA, lambda: calls.paged(value=half(6, 128, 32))),
     # … masks

@@ -222,6 +222,7 @@ def _check_cache(call: Arguments, *, split_fuse: bool) -> int:
     rules.BLOCK_SIZE_GIVEN.require(call.block_size == size, f"block_size {call.block_size}, the cache's {size}")
     rules.BLOCK_SIZE_ALIGNED.require(size % 16 == 0, f"block_size {size}")
     rules.BLOCK_SIZE_LIMIT.require(size <= (512 if split_fuse else 1024), f"block_size {size}")
+    rules.CACHE_SIZE.require(not split_fuse or call.key.numel() <= 2**32, f"{list(call.key.shape)}")
     return size
 
 

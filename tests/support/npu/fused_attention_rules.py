@@ -15,11 +15,12 @@ op-plugin's page, the checks stand here:
 
 from __future__ import annotations
 
-from tests.support.npu.rules import OP_PLUGIN, OPS_TRANSFORMER, Rule, Source
+from tests.support.npu.rules import OP_PLUGIN, OPS_TRANSFORMER, OPS_TRANSFORMER_910, Rule, Source
 
 _PAGE = "docs/zh/custom_APIs/torch_npu/torch_npu-npu_fused_infer_attention_score.md"
 _CPP = "op_plugin/ops/opapi/FusedInferAttentionScoreKernelNpuOpApi.cpp"
 _HOST = "attention/fused_infer_attention_score/op_host"
+_KERNEL = "attention/fused_infer_attention_score/op_kernel"
 
 
 def _page(*lines: int) -> Source:
@@ -109,6 +110,13 @@ BLOCK_SIZE_LIMIT = Rule(
     "FIA-BLOCK-SIZE-LIMIT", "block_size is at most 512 in split fuse and 1,024 elsewhere", _check("feature", 78, 82)
 )
 BLOCK_IDS = Rule("FIA-BLOCK-IDS", "block ids are in the cache: the caller's duty", _page(128), unchecked=True)
+CACHE_SIZE = Rule(
+    "FIA-CACHE-SIZE",
+    "split fuse computes where a block lies by uint32, so keys and values have at most 2^32 elements (cured after CANN "
+    "9.1.0 by commit 6f768e461)",
+    OPS_TRANSFORMER_910.at(f"{_KERNEL}/attn_infra/gemm/block/fused_block_mmad_qk.hpp", 176, 184),
+    unchecked=True,
+)
 CACHE_NZ = Rule("FIA-CACHE-NZ", "an NZ cache ends in (block size, 16)", _split_fuse(1007, 1014))
 SAME_CACHE = Rule("FIA-SAME-CACHE", "keys and values have one shape", _page(265))
 SPARSE_MODE = Rule("FIA-SPARSE-MODE", "sparse_mode is 0 to 4", _check("single_para", 631, 641))
@@ -168,6 +176,7 @@ RULES = (
     BLOCK_SIZE_ALIGNED,
     BLOCK_SIZE_LIMIT,
     BLOCK_IDS,
+    CACHE_SIZE,
     CACHE_NZ,
     SAME_CACHE,
     SPARSE_MODE,
