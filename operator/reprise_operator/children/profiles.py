@@ -47,7 +47,7 @@ class Profile:
 
 
 _TYPE = "accelerator-type"
-_A2_NODES = (_TYPE, ("module-910b-8", "module-910b-16", "card-910b-2"))
+_A2_NODES = (_TYPE, ("module-910b-8", "module-910b-16", "card-910b-2", "card-910b-infer"))
 _A3_NODES = (_TYPE, ("module-a3-16", "module-a3-8", "module-a3-16-super-pod", "module-a3-8-super-pod"))
 _A2_AND_A3 = ("ring-controller.atlas", "ascend-910b")
 """A3 servers go by the same name."""
