@@ -13,8 +13,13 @@ from tests.support.factories import body, container, merged, planned
 VLLM = {"runtime": {"name": "vllm-ascend"}, "model": {"maxModelLen": 4096}}
 
 
-def limits(quantities: dict[str, Any], *, profile: str, **more: Any) -> dict[str, Any]:
-    return {"accelerator": {"profile": profile}, "runtime": {"resources": {"limits": quantities}}, **more}
+def limits(quantities: dict[str, Any], *, profile: str, count: int | None = None, **more: Any) -> dict[str, Any]:
+    accelerator = {"profile": profile} if count is None else {"profile": profile, "count": count}
+    return {"accelerator": accelerator, "runtime": {"resources": {"limits": quantities}}, **more}
+
+
+SOFT = {"podTemplate": {"metadata": {"annotations": {"huawei.com/vnpu-mode": "hami-core"}}}}
+"""HAMi's, of pods whose part is kept by a library in the container, and not by the driver."""
 
 
 @pytest.mark.parametrize(
@@ -52,8 +57,40 @@ def limits(quantities: dict[str, Any], *, profile: str, **more: Any) -> dict[str
         (limits({"huawei.com/Ascend910B4-memory": 65_537}, profile="hami-ascend910b4"), "the device has 65536 MiB"),
         (limits({"huawei.com/Ascend910B4-memory": "lots"}, profile="hami-ascend910b4"), "'lots' is not a quantity"),
         (
-            limits({"huawei.com/Ascend910B4-memory": 16_384}, profile="hami-ascend910b4", memory={"utilization": 0.6}),
+            limits(
+                {"huawei.com/Ascend910B4-memory": 16_384},
+                profile="hami-ascend910b4",
+                memory={"utilization": 0.6},
+                **SOFT,
+            ),
             "set it to at most 0.5",
+        ),
+        (
+            limits(
+                {"huawei.com/Ascend910B3-memory": 65_536},
+                profile="hami-ascend910b3",
+                count=2,
+                memory={"utilization": 0.6},
+                **SOFT,
+            ),
+            "is 65536 of 131072 MiB: set it to at most 0.5",
+        ),
+        (
+            limits({"huawei.com/Ascend910B3-memory": 131_073}, profile="hami-ascend910b3", count=2, **SOFT),
+            "the 2 devices have 131072 MiB",
+        ),
+        # What HAMi's webhook refuses (HAMi, pkg/device/ascend/device.go, MutateAdmission, 4707fb02).
+        (
+            limits({"huawei.com/Ascend910B3-memory": 32_768}, profile="hami-ascend910b3", count=2),
+            "huawei.com/vnpu-mode: hami-core",
+        ),
+        (
+            limits({"huawei.com/Ascend910C-memory": 32_768}, profile="hami-ascend910c"),
+            "huawei.com/vnpu-mode: hami-core",
+        ),
+        (
+            limits({"huawei.com/Ascend910B3-core": 50}, profile="hami-ascend910b3"),
+            "huawei.com/vnpu-mode: hami-core",
         ),
     ],
 )
@@ -93,10 +130,12 @@ def test_dtype_auto_on_a_310p_is_the_one_it_has() -> None:
     ("mib", "effective"),
     [(16_384, 0.5), ("8192", 0.25), (32_768, 0.9), (31_000, 0.9), (10_000, 0.3051), (49_152, 0.75)],
 )
-def test_a_part_of_a_device_lowers_the_share(mib: int | str, effective: float) -> None:
-    made = planned(
-        limits({"huawei.com/Ascend910B4-memory": mib, "huawei.com/Ascend910B4-core": 50}, profile="hami-ascend910b4")
-    )
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_part_of_a_device_lowers_the_share(mib: int | str, effective: float, soft: bool) -> None:
+    asked: dict[str, Any] = {"huawei.com/Ascend910B4-memory": mib}
+    if soft:
+        asked["huawei.com/Ascend910B4-core"] = 50
+    made = planned(limits(asked, profile="hami-ascend910b4", **(SOFT if soft else {})))
     assert made.memory.effective == effective
     assert made.memory.requested is None
     args = container(made)["args"]
@@ -104,9 +143,25 @@ def test_a_part_of_a_device_lowers_the_share(mib: int | str, effective: float) -
     assert ("huawei.com/Ascend910B4-memory" in made.memory.reason) is (effective < 0.9)
 
 
+def test_of_several_devices_the_part_is_their_sum() -> None:
+    """ascend-device-plugin, docs/hami.md (ed35e1c): two cards of 64 GiB, of which 65,536 MiB together, are a half."""
+    asked = {"huawei.com/Ascend910B3-memory": 65_536}
+    assert planned(limits(asked, profile="hami-ascend910b3", count=2, **SOFT)).memory.effective == 0.5
+    assert planned(limits(asked, profile="hami-ascend910b3", count=1, **SOFT)).memory.effective == 0.9
+    assert planned(limits(asked, profile="hami-ascend910b3", count=2)).memory.effective == 0.9, "whole ones"
+    eight = limits({"huawei.com/Ascend910B4-memory": 131_072}, profile="hami-ascend910b4", count=8, **SOFT)
+    assert planned(eight).memory.effective == 0.5, "of 32 GiB each"
+
+
 def test_a_share_within_the_part_is_kept() -> None:
     spec = limits({"huawei.com/Ascend310P-memory": 12_288}, profile="hami-ascend310p", memory={"utilization": 0.5})
     assert planned(spec).memory.effective == 0.5
+
+
+def test_of_a_part_by_template_the_user_knows_how_much_the_engine_sees() -> None:
+    """It is a device of its own to the driver, and may say that it has no more memory than that."""
+    spec = limits({"huawei.com/Ascend910B4-memory": 16_384}, profile="hami-ascend910b4", memory={"utilization": 0.85})
+    assert planned(spec).memory.effective == 0.85
 
 
 @pytest.mark.parametrize(
