@@ -23,8 +23,8 @@ from reprise_engine.out_of_memory import Phase
 
 _MIB = 1024**2
 _GIB = 1024**3
-# NPU operators index a KV tensor by int32. Attention of CANN 9.1.0 does so by uint32, and beyond that reads other blocks
-# without a word (ops-transformer, 06be6c2cafbf, fused_block_mmad_qk.hpp, getKVOffset; cured later by 6f768e461).
+# NPU operators index a KV tensor by int32. Attention of CANN 9.1.0 does so by uint32, and beyond that reads from other
+# blocks without a word (ops-transformer, 06be6c2cafbf, fused_block_mmad_qk.hpp, getKVOffset; cured later by 6f768e461).
 _INT32_MAX = 2**31 - 1
 
 

@@ -41,8 +41,9 @@ def npu_settings(environment: Mapping[str, str], *, pci: Path = Path("/sys/bus/p
     Segments of memory that grow keep an engine that runs for long from fragmenting it; a 310P has none. A task queue
     lets the host launch ahead of the device. Sums over ranks are the same each time, which HCCL on a 910B (A2) does not
     promise by itself (hicann/hccl, docs/zh/user_guide/hccl_env/HCCL_DETERMINISTIC.md, 09300b70): ranks that choose the
-    experts of a mixture must see one sum. A 310P's HCCL knows no such setting. And torch is not to import torch_npu by itself: where driver or CANN are
-    missing that fails inside `import torch`, before anything of ours could say what to do.
+    experts of a mixture must see one sum. A 310P's HCCL knows no such setting. And torch is not to import torch_npu by
+    itself: where driver or CANN are missing that fails inside `import torch`, before anything of ours could say what to
+    do.
     """
     if not is_torch_npu_installed():
         return {}

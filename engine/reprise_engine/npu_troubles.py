@@ -1,8 +1,8 @@
 """What an error of torch_npu, CANN or the driver means, and what to do about it. Free of torch.
 
 The words are those of torch_npu 2.13.0, of CANN's runtime and HCCL (hicann/runtime, 681ef7610,
-src/dfx/error_manager/error_code.json; rt_error_codes.h) and of the driver (ascend_hal), as people report them; the first
-row that matches tells.
+src/dfx/error_manager/error_code.json; rt_error_codes.h) and of the driver (ascend_hal), as people report them; the
+first row that matches tells.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ TROUBLES = (
         r"\b(EI0002|EI0006|EI0010|EI0015|EJ0002)\b|Getting socket times out|P2P communication failed",
         "The NPUs of this engine do not reach each other.",
         "A rank that ended first is the cause of the others' error: look for it in the log. Else check the NPUs' links "
-        "with `npu-smi info -t topo` on the node, and that no HCCL_ variable of another machine is set; where P2P fails, "
-        "set HCCL_INTRA_ROCE_ENABLE to 1.",
+        "with `npu-smi info -t topo` on the node, and that no HCCL_ variable of another machine is set; where P2P "
+        "fails, set HCCL_INTRA_ROCE_ENABLE to 1.",
     ),
     # --- faults while it runs
     _trouble(

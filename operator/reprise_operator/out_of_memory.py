@@ -39,8 +39,9 @@ _CHILD_KILLED = re.compile(r"EngineDead: The engine process was killed by SIGKIL
 # What torch_npu's allocators say (and their error ERR00006), the CANN runtime (EL0004, 207001, 207018), HCCL (EI0011),
 # and vLLM where less of the device is free than the share it was told.
 _DEVICE = re.compile(
-    r".*(NPU out of memory|Allocator tried to allocate [^\n]{0,40}\(NPU|ERR00006\b|\bEL0004\b|error code is 2070(01|18)\b"
-    r"|Failed to allocate resource\[DeviceMemory\]|\bEI0011\b|Free memory on [^\n]{0,200} is less than desired).*"
+    r".*(NPU out of memory|Allocator tried to allocate [^\n]{0,40}\(NPU|ERR00006\b|\bEL0004\b"
+    r"|error code is 2070(01|18)\b|Failed to allocate resource\[DeviceMemory\]|\bEI0011\b"
+    r"|Free memory on [^\n]{0,200} is less than desired).*"
 )
 # CANN's, of the host: the code next to it is that of a lack of the device's.
 _HOST_BY_CANN = re.compile(r".*\bEE1013\b.*")

@@ -137,9 +137,7 @@ def test_the_sizes_are_vllms_and_end_with_the_most_that_may_run() -> None:
 def test_when_graphs_are_wanted(
     enforce_eager: bool, can_capture: bool, environment: dict[str, str], sizes: tuple[int, ...]
 ) -> None:
-    found = wanted_sizes(
-        enforce_eager=enforce_eager, can_capture=can_capture, environment=environment, max_num_seqs=4
-    )
+    found = wanted_sizes(enforce_eager=enforce_eager, can_capture=can_capture, environment=environment, max_num_seqs=4)
     assert found == sizes
 
 

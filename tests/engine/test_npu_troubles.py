@@ -1,8 +1,8 @@
 """What torch_npu, CANN and the driver really say, and what is made of it: one line, with what to do.
 
 Most texts are from public reports, named by issue, and those named by a code are the templates of CANN's runtime
-(hicann/runtime, 681ef7610, src/dfx/error_manager/error_code.json): V of vllm-project/vllm-ascend, P of Ascend/pytorch, S of
-sgl-project/sglang, G of gpustack/gpustack, C of Ascend/cann-container-image, M of vllm-project/vllm.
+(hicann/runtime, 681ef7610, src/dfx/error_manager/error_code.json): V of vllm-project/vllm-ascend, P of Ascend/pytorch,
+S of sgl-project/sglang, G of gpustack/gpustack, C of Ascend/cann-container-image, M of vllm-project/vllm.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ SAID = {
     "EL0001": ("error code is 207004\nEL0001: [PID: 7] Device not found or invalid.", NO_ACCESS),
     "EL0007": ("error code is 207006\nEL0007: [PID: 7] You have no permission.", NO_ACCESS),
     "EL0015": (
-        "error code is 507033\nEL0015: [PID: 7] The device access is invalid.\n        Possible Cause: 1. The device has "
-        "been bound to another container. 2. You have no permission on this device.",
+        "error code is 507033\nEL0015: [PID: 7] The device access is invalid.\n        Possible Cause: 1. The device "
+        "has been bound to another container. 2. You have no permission on this device.",
         TAKEN,
     ),
     "EI0006": (
@@ -151,8 +151,8 @@ SAID = {
     ),
     "EI0010": ("EI0010: P2P communication failed. Reason: enable p2p of device 1 timed out", APART),
     "EJ0001": (
-        "ERR02200 DIST call hccl api failed.\nEJ0001: [PID: 1] Failed to initialize the HCCP process. Reason: Maybe the "
-        "last training process is running.",
+        "ERR02200 DIST call hccl api failed.\nEJ0001: [PID: 1] Failed to initialize the HCCP process. Reason: Maybe "
+        "the last training process is running.",
         PORTS,
     ),
     "EJ0003": ("EJ0003: [PID: 1] Failed to bind the IP port. Reason: the IP address and port have been bound", PORTS),

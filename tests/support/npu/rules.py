@@ -37,7 +37,9 @@ class Source:
 
 OPS_TRANSFORMER = Repository("mirror-cann/ops-transformer", "3a280bcc34d8716c477c5506f3e507c1d0ea3214", "2026-07-21")
 """CANN's attention operators: their checks win over the pages where the two disagree."""
-OPS_TRANSFORMER_910 = Repository("mirror-cann/ops-transformer", "06be6c2cafbf31f8bf34ce9baa5170dac08e7342", "2026-07-21")
+OPS_TRANSFORMER_910 = Repository(
+    "mirror-cann/ops-transformer", "06be6c2cafbf31f8bf34ce9baa5170dac08e7342", "2026-07-21"
+)
 """The same as CANN 9.1.0 has them: for what has been cured since."""
 OPS_NN = Repository("hicann/ops-nn", "e5c3fa9327ea95ba26d06227e746923580d10921", "2026-08-22")
 """CANN's norms, activations and quantised matmuls."""

@@ -52,8 +52,8 @@ class NpuRuntime:
     count: int
     jit_compile: bool = field(init=False)
     """Whether operators are compiled anew for each shape, and those of op-plugin go by the older way (acl_op), unless
-    it is switched off: of chips before 910B1 (torch_npu, csrc/framework/interface/EnvVariables.cpp, CheckJitDisableInner,
-    94c0533ba; vllm-ascend switches it off, _310p/worker_310p.py, 182b75ea)."""
+    it is switched off: of chips before 910B1 (torch_npu, csrc/framework/interface/EnvVariables.cpp,
+    CheckJitDisableInner, 94c0533ba; vllm-ascend switches it off, _310p/worker_310p.py, 182b75ea)."""
     _current: int = 0
     _stream: NpuStream = field(default_factory=NpuStream)
 
