@@ -18,7 +18,7 @@ def limits(quantities: dict[str, Any], *, profile: str, count: int | None = None
     return {"accelerator": accelerator, "runtime": {"resources": {"limits": quantities}}, **more}
 
 
-SOFT = {"podTemplate": {"metadata": {"annotations": {"huawei.com/vnpu-mode": "hami-core"}}}}
+SOFT: dict[str, Any] = {"podTemplate": {"metadata": {"annotations": {"huawei.com/vnpu-mode": "hami-core"}}}}
 """HAMi's, of pods whose part is kept by a library in the container, and not by the driver."""
 
 
