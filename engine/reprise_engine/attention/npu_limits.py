@@ -7,7 +7,8 @@ query heads; numbers of heads and of requests: op-plugin docs torch_npu-npu_fuse
 310P: op-plugin third_party/atb/inc/infer_op_params.h, `PagedAttentionParam`, torch-npu 2.13.0
 torch_npu/op_plugin/atb/_atb_api_docs.py:279 (requests), and vllm-ascend
 _310p/attention/attention_v1.py, `get_supported_kernel_block_sizes`, and _310p/model_runner_310p.py,
-`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e). Where an older and a newer CANN differ, what both take is allowed.
+`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e); ascend-transformer-boost (ddcc8b6)
+src/kernels/mixkernels/pagedattention/tiling/paged_attention_tiling.cpp, `GetPaParallelCheck`, for a row's size. Where an older and a newer CANN differ, what both take is allowed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _LARGEST_GROUP = 64
 _BLOCK_SIZES = {Chip.A2: (128, 256, 384, 512), Chip.P310: (128,)}
 _LARGEST_HEAD_310P = 128
 """A block of 128 slots times the size of a head may be 128 · 128."""
+_LARGEST_ROW_310P = 128 * 128
+"""Elements of a row of queries."""
 _MOST_REQUESTS = {Chip.A2: 4096, Chip.P310: 2048}
 """Entries of the operators' lists of lengths."""
 
@@ -49,6 +52,11 @@ def check_npu_model(chip: Chip, *, num_heads: int, num_kv_heads: int, head_dim: 
         raise UnsupportedModel(
             f"{heads}; on an NPU {chip.value} the size of a head must be a multiple of {_ALIGNMENT}, up to {largest}. "
             "Serve it on a CPU (--device cpu)."
+        )
+    if chip is Chip.P310 and num_heads * head_dim > _LARGEST_ROW_310P:
+        raise UnsupportedModel(
+            f"{heads}; on an NPU {chip.value} all query heads together may have {_LARGEST_ROW_310P} elements, these have "
+            f"{num_heads * head_dim}. Share them among more NPUs (--tensor-parallel-size)."
         )
     if chip is Chip.A2 and num_heads == num_kv_heads and head_dim not in _HEADS_OF_MHA:
         raise UnsupportedModel(
