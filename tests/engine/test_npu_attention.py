@@ -166,7 +166,7 @@ def test_310p_calls_attend_every_row_once(lens: list[tuple[int, int]], masked: b
     query_lens = tuple(queries for queries, _ in lens)
     kv_lens = tuple(queries + before for queries, before in lens)
     calls = split_into_calls(query_lens, kv_lens, masked=masked)
-    attended = []  # (request, keys) of each row
+    attended: list[tuple[int, int]] = []  # (request, keys) of each row
     for call in calls:
         assert call.rows.start == len(attended)
         requests = range(call.requests.start, call.requests.stop)

@@ -1,7 +1,7 @@
 """Paged attention on an Ascend 310P: another layout of the pool, and ATB's operators instead of the fused one.
 
 `torch_npu` must have been imported by the caller, and the NNAL package installed: together they register
-`torch.ops.atb`. Axis letters are those of `attention/base.py`; C is K·H/16, L the keys of the longest request of a call.
+`torch.ops.atb`. Axis letters are those of `attention/base.py`; C is K·H/16, L the keys of a call's longest request.
 
 The pool is in layout NZ, (B, C, S, 16), float16. One new token of a request goes through `_npu_paged_attention`, more
 of them, a cold prefill included, through splitfuse attention, which reads every key from the pool and is told the
@@ -11,9 +11,9 @@ mask with a row a query; windows are part of it, so with a window all rows go th
 
 What ATB's kernel does with float16 decides three things here (see `_split_scale`, `_HIDDEN`, `_MOST_ROWS`).
 
-Why not `_npu_paged_attention_splitfuse_v2`, whose mask is of a fixed size: torch_npu registers it whatever ATB there is,
-ATB has it from CANN 9.1 on only, and beyond 2,048 keys its kernel takes the mask of a tile of queries from the wrong
-rows unless the tile begins at a multiple of the block size, so that queries see keys after them.
+Why not `_npu_paged_attention_splitfuse_v2`, whose mask is of a fixed size: torch_npu registers it whatever ATB there
+is, ATB has it from CANN 9.1 on only, and beyond 2,048 keys its kernel takes the mask of a tile of queries from the
+wrong rows unless the tile begins at a multiple of the block size, so that queries see keys after them.
 
 Sources: vllm-ascend _310p/attention/attention_v1.py and attention_mask.py (182b75e: layout, which operator when, masks,
 `seq_len` on the host and `context_lens` on the device); op-plugin ops/atb/PagedAttention*.cpp and

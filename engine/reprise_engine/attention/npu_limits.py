@@ -7,8 +7,9 @@ query heads; numbers of heads and of requests: op-plugin docs torch_npu-npu_fuse
 310P: op-plugin third_party/atb/inc/infer_op_params.h, `PagedAttentionParam`, torch-npu 2.13.0
 torch_npu/op_plugin/atb/_atb_api_docs.py:279 (requests), and vllm-ascend
 _310p/attention/attention_v1.py, `get_supported_kernel_block_sizes`, and _310p/model_runner_310p.py,
-`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e); ascend-transformer-boost (ddcc8b6)
-src/kernels/mixkernels/pagedattention/tiling/paged_attention_tiling.cpp, `GetPaParallelCheck`, for a row's size. Where an older and a newer CANN differ, what both take is allowed.
+`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e); for the size of a row ascend-transformer-boost
+src/kernels/mixkernels/pagedattention/tiling/paged_attention_tiling.cpp, `GetPaParallelCheck` (ddcc8b6).
+Where an older and a newer CANN differ, what both take is allowed.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def check_npu_model(chip: Chip, *, num_heads: int, num_kv_heads: int, head_dim: 
         )
     if chip is Chip.P310 and num_heads * head_dim > _LARGEST_ROW_310P:
         raise UnsupportedModel(
-            f"{heads}; on an NPU {chip.value} all query heads together may have {_LARGEST_ROW_310P} elements, these have "
-            f"{num_heads * head_dim}. Share them among more NPUs (--tensor-parallel-size)."
+            f"{heads}; on an NPU {chip.value} all query heads together may have {_LARGEST_ROW_310P} elements, these "
+            f"have {num_heads * head_dim}. Share them among more NPUs (--tensor-parallel-size)."
         )
     if chip is Chip.A2 and num_heads == num_kv_heads and head_dim not in _HEADS_OF_MHA:
         raise UnsupportedModel(
