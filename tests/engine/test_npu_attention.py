@@ -24,6 +24,8 @@ pytestmark = pytest.mark.usefixtures("npu_wheel")
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+IN_FLOAT16 = 1e-2
+"""A 310P keeps scores in float16: from 8 to 16 on, as some are here, 1/128 apart."""
 
 CASES = (
     Case("cold prefill", ((200, 200),)),
@@ -68,7 +70,7 @@ def check(scene: Scene, backend: AttentionBackend) -> None:
     expected, pool = scene.reference()
     out = scene.run(backend)
     assert out.dtype == scene.q_TNH.dtype
-    tolerance = TOLERANCE[out.dtype]
+    tolerance = IN_FLOAT16 if scene.kv.layout is KVLayout.NZ else TOLERANCE[out.dtype]
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
     # The new KV is in its slots, and nothing else was touched.
     assert torch.equal(as_bskh(scene.kv.key_BSKH, scene).float(), pool.key_BSKH)
