@@ -14,6 +14,7 @@ from tests.support.npu import atb_rules as rules
 from tests.support.npu.atb_kernel import attend_in_float16
 from tests.support.npu.layouts import attend, nz_width, read_slots, write_slots
 from tests.support.npu.machine import FORMAT_FRACTAL_NZ, FORMAT_ND, Chip, Machine
+from tests.support.npu.rules import Rule
 
 _OFFSETS = 2**32
 _MOST_COLUMNS = 20 * 1024 // 4 - 1
@@ -219,7 +220,7 @@ def _check_written(machine: Machine, rows: torch.Tensor, cache: torch.Tensor) ->
     rules.WRITE_HEAD_SIZE.require(aligned or not nz, f"head size {rows.shape[2]}")
 
 
-def _check_cache(machine: Machine, rule: rules.Rule, cache: torch.Tensor, *, heads: int, head_size: int) -> None:
+def _check_cache(machine: Machine, rule: Rule, cache: torch.Tensor, *, heads: int, head_size: int) -> None:
     shape = list(cache.shape)
     width = nz_width(cache.dtype)
     if machine.chip is Chip.ASCEND_310P:

@@ -138,4 +138,4 @@ def _numbers_from(mask: torch.Tensor) -> int:
     """Numbers that the mask's storage has from its first on; a mask that is not contiguous is copied without more."""
     if not mask.is_contiguous():
         return mask.numel()
-    return mask.untyped_storage().nbytes() // mask.itemsize - mask.storage_offset()
+    return int(mask.untyped_storage().nbytes() // mask.itemsize - mask.storage_offset())
