@@ -209,3 +209,31 @@ def splitfuse(**changes: Any) -> Call:
         mask=nz_mask(causal_mask([3, 1], [20, 130])),
     )
     return call | changes
+
+
+def compressed_mask() -> torch.Tensor:
+    """Splitfuse v2's triangle, with room after it for the rows that the kernel reads too many."""
+    room = torch.zeros(2048 + 127, 2048, dtype=HALF)
+    room[:2048] = triangle(HALF) * -10000
+    return room[:2048]
+
+
+def splitfuse_v2(**changes: Any) -> Call:
+    return splitfuse(mask=compressed_mask()) | changes
+
+
+def long_splitfuse_v2(queries: int, keys: int, **changes: Any) -> Call:
+    """One sequence, of one head of 16."""
+    blocks = -(-keys // 128)
+    call = splitfuse_v2(
+        query=half(queries, 1, 16),
+        out=torch.zeros(queries, 1, 16, dtype=HALF),
+        key_cache=nz(half(blocks, 1, 128, 16, seed=1)),
+        value_cache=nz(half(blocks, 1, 128, 16, seed=2)),
+        num_kv_heads=1,
+        num_heads=1,
+        block_table=torch.arange(blocks, dtype=torch.int32).unsqueeze(0),
+        context_lens=ints(keys),
+        seq_len=ints(queries),
+    )
+    return call | changes

@@ -1,4 +1,7 @@
-"""Calls that an emulated NPU refuses, at least one for each rule; `npu_calls` has what they were before."""
+"""Calls that an emulated NPU refuses, one at least for each rule; `npu_calls` has what they were before.
+
+ATB's are in `npu_refused_atb`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import torch
 from tests.engine import npu_calls as calls
 from tests.engine.npu_calls import HALF, half, ints, triangle
 from tests.support.npu import (
+    Atb,
     Rule,
     activation,
-    atb,
     attention_update,
     kv_cache,
     machine,
@@ -38,6 +41,7 @@ CAST = "npu.npu_format_cast"
 RESHAPE = "atb._npu_reshape_and_cache"
 PAGED = "atb._npu_paged_attention"
 SPLITFUSE = "atb._npu_paged_attention_splitfuse"
+SPLITFUSE_V2 = "atb._npu_paged_attention_splitfuse_v2"
 
 A2, P310 = "910B", "310P"
 
@@ -49,6 +53,7 @@ class Refused:
     make: Callable[[], dict[str, Any]]
     """The spoilt call; made while the operators are defined."""
     chip: str = A2
+    atb: Atb = Atb.CANN_9_1
 
 
 def skewed(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,74 +224,6 @@ REFUSED = (
     Refused(attention_update.SAME_SHAPE, UPDATE, lambda: calls.update(local_out=[half(6, 16), half(6, 8)])),
     Refused(attention_update.HEAD_SIZE, UPDATE, lambda: calls.update(local_out=[half(6, 12)] * 2)),
     Refused(attention_update.KIND, UPDATE, lambda: calls.update(update_type=2)),
-    # 310P
-    Refused(atb.DTYPE, RESHAPE, lambda: calls.reshape_and_cache(key=half(3, 2, 16).to(BFLOAT)), P310),
-    Refused(atb.SAME_DTYPE, RESHAPE, lambda: calls.reshape_and_cache(value=half(3, 2, 16).float()), P310),
-    Refused(atb.CACHE_FORMAT, RESHAPE, lambda: calls.reshape_and_cache(key_cache=half(4, 2, 128, 16)), P310),
-    Refused(atb.CACHE_FORMAT, RESHAPE, calls.reshape_and_cache),
-    Refused(atb.CACHE_SHAPE, RESHAPE, lambda: calls.reshape_and_cache(key_cache=calls.nz(half(4, 128, 2, 16))), P310),
-    Refused(atb.SLOT_DTYPE, RESHAPE, lambda: calls.reshape_and_cache(slot_indices=torch.tensor([1, 2, 3])), P310),
-    Refused(atb.SLOT_RANGE, RESHAPE, lambda: calls.reshape_and_cache(slot_indices=ints(1, 2, 512)), P310),
-    Refused(atb.SLOT_ROWS, RESHAPE, lambda: calls.reshape_and_cache(slot_indices=ints(1, 2)), P310),
-    Refused(atb.HEADS, PAGED, lambda: calls.paged_attention(num_heads=2), P310),
-    Refused(
-        atb.BLOCK_SIZE,
-        PAGED,
-        lambda: calls.paged_attention(
-            key_cache=calls.nz(half(5, 2, 256, 16)), value_cache=calls.nz(half(5, 2, 256, 16))
-        ),
-        P310,
-    ),
-    Refused(
-        atb.BLOCK_AREA,
-        PAGED,
-        lambda: calls.paged_attention(
-            query=half(2, 4, 256),
-            out=half(2, 4, 256),
-            key_cache=calls.nz(half(5, 32, 128, 16)),
-            value_cache=calls.nz(half(5, 32, 128, 16)),
-        ),
-        P310,
-    ),
-    Refused(
-        atb.HEAD_SIZE,
-        PAGED,
-        lambda: calls.paged_attention(
-            query=half(2, 4, 24),
-            out=half(2, 4, 24),
-            key_cache=calls.nz(half(5, 3, 128, 16)),
-            value_cache=calls.nz(half(5, 3, 128, 16)),
-        ),
-        P310,
-    ),
-    Refused(
-        atb.BATCH,
-        PAGED,
-        lambda: calls.paged_attention(
-            query=half(2049, 4, 16),
-            out=half(2049, 4, 16),
-            context_lens=torch.ones(2049, dtype=torch.int32),
-            block_table=torch.zeros(2049, 1, dtype=torch.int32),
-        ),
-        P310,
-    ),
-    Refused(atb.OUT, PAGED, lambda: calls.paged_attention(out=half(2, 64)), P310),
-    Refused(atb.TABLE, PAGED, lambda: calls.paged_attention(block_table=torch.tensor([[3, 0], [1, 4]])), P310),
-    Refused(atb.LENS_DTYPE, PAGED, lambda: calls.paged_attention(context_lens=torch.tensor([20, 130])), P310),
-    Refused(atb.DECODE_ROWS, PAGED, lambda: calls.paged_attention(query=half(3, 4, 16), out=half(3, 4, 16)), P310),
-    Refused(atb.CONTEXT, PAGED, lambda: calls.paged_attention(context_lens=ints(20, 257)), P310),
-    Refused(
-        atb.BLOCK_IDS,
-        PAGED,
-        lambda: calls.paged_attention(block_table=torch.tensor([[3, 0], [1, 5]], dtype=torch.int32)),
-        P310,
-    ),
-    Refused(atb.QUERY_ROWS, SPLITFUSE, lambda: calls.splitfuse(seq_len=ints(3, 4)), P310),
-    Refused(atb.QUERY_ROWS, SPLITFUSE, lambda: calls.splitfuse(context_lens=ints(2, 130)), P310),
-    Refused(atb.MASK, SPLITFUSE, lambda: calls.splitfuse(mask=calls.causal_mask([3, 1], [20, 130])), P310),
-    Refused(
-        atb.MASK_COVERS, SPLITFUSE, lambda: calls.splitfuse(mask=calls.nz_mask(torch.zeros(4, 64, dtype=HALF))), P310
-    ),
     # norms, activation, positions
     Refused(norms.DTYPES, NORM, lambda: calls.norm(gamma=half(32).to(BFLOAT))),
     Refused(norms.DTYPES, NORM, lambda: calls.norm(gamma=half(32).float()), P310),

@@ -13,18 +13,14 @@ from tests.engine.npu_refusals import (
     GATHER,
     MATMUL,
     NORM,
-    P310,
-    PAGED,
     QUANTIZE,
-    RESHAPE,
     ROTARY,
     SCATTER,
-    SPLITFUSE,
     SWIGLU,
     UPDATE,
     Refused,
 )
-from tests.support.npu import activation, atb, attention_update, kv_cache, machine, norms, quantization, rotary
+from tests.support.npu import activation, attention_update, kv_cache, machine, norms, quantization, rotary
 from tests.support.npu import fused_attention_rules as fia
 
 EMPTY = "npu.empty_with_format"
@@ -66,66 +62,6 @@ PARTS = (
     Refused(attention_update.DIMS, UPDATE, lambda: calls.update(local_out=[half(5, 16)] * 2)),
     Refused(attention_update.SAME_SHAPE, UPDATE, lambda: calls.update(lse=[torch.zeros(6), torch.zeros(1)])),
     Refused(attention_update.HEAD_SIZE, UPDATE, lambda: calls.update(local_out=[half(6, 520)] * 2)),
-    # 310P
-    Refused(atb.SLOT_DTYPE, RESHAPE, lambda: calls.reshape_and_cache(slot_indices=ints(5, 130, 511).view(3, 1)), P310),
-    Refused(atb.SLOT_ROWS, RESHAPE, lambda: calls.reshape_and_cache(key=half(3, 32)), P310),
-    Refused(
-        atb.CACHE_SHAPE,
-        RESHAPE,
-        lambda: calls.reshape_and_cache(key_cache=calls.nz(torch.zeros(4, 2, 128, 8, dtype=HALF))),
-        P310,
-    ),
-    Refused(
-        atb.CACHE_SHAPE,
-        RESHAPE,
-        lambda: calls.reshape_and_cache(key_cache=calls.nz(torch.zeros(4, 2, 128, 16, 1, dtype=HALF))),
-        P310,
-    ),
-    Refused(
-        atb.CACHE_SHAPE,
-        RESHAPE,
-        lambda: calls.reshape_and_cache(
-            key_cache=torch.zeros(4, 128, 4, 16, dtype=HALF), value_cache=torch.zeros(4, 128, 2, 16, dtype=HALF)
-        ),
-    ),
-    Refused(atb.HEADS, PAGED, lambda: calls.paged_attention(query=half(2, 4, 16, 1)), P310),
-    Refused(atb.HEADS, PAGED, lambda: calls.paged_attention(num_kv_heads=0), P310),
-    Refused(atb.HEADS, PAGED, lambda: calls.paged_attention(num_kv_heads=3), P310),
-    Refused(
-        atb.BLOCK_SIZE,
-        PAGED,
-        lambda: calls.paged_attention(
-            key_cache=calls.nz(half(5, 2, 120, 16)), value_cache=calls.nz(half(5, 2, 120, 16))
-        ),
-        P310,
-    ),
-    Refused(
-        atb.HEAD_SIZE,
-        PAGED,
-        lambda: calls.paged_attention(
-            query=half(2, 4, 272),
-            out=half(2, 4, 272),
-            key_cache=calls.nz(half(5, 34, 16, 16)),
-            value_cache=calls.nz(half(5, 34, 16, 16)),
-        ),
-        P310,
-    ),
-    Refused(atb.OUT, PAGED, lambda: calls.paged_attention(out=half(4, 2, 16).transpose(0, 1)), P310),
-    Refused(atb.TABLE, PAGED, lambda: calls.paged_attention(block_table=ints(3, 0, 1, 4)), P310),
-    Refused(atb.TABLE, PAGED, lambda: calls.paged_attention(block_table=torch.zeros(3, 2, dtype=torch.int32)), P310),
-    Refused(atb.LENS_DTYPE, SPLITFUSE, lambda: calls.splitfuse(seq_len=torch.tensor([3, 1])), P310),
-    Refused(atb.QUERY_ROWS, SPLITFUSE, lambda: calls.splitfuse(seq_len=ints(3, 1, 0)), P310),
-    Refused(
-        atb.MASK, SPLITFUSE, lambda: calls.splitfuse(mask=calls.nz_mask(torch.zeros(4, 130, dtype=torch.float32))), P310
-    ),
-    Refused(
-        atb.MASK,
-        SPLITFUSE,
-        lambda: calls.splitfuse(mask=torch.zeros(1, 9, 16, 16, dtype=HALF)),  # not marked as NZ
-        P310,
-    ),
-    Refused(atb.MASK, SPLITFUSE, lambda: calls.splitfuse(mask=calls.nz(half(1, 9, 32, 16))), P310),
-    Refused(atb.MASK, SPLITFUSE, lambda: calls.splitfuse(mask=calls.nz(half(9, 16, 16))), P310),
     # norms, activation, positions
     Refused(norms.DTYPES, NORM, lambda: calls.norm(input=half(3, 32).double(), gamma=half(32).double())),
     Refused(norms.ADD_DTYPES, ADD_NORM, lambda: {k: v.double() for k, v in calls.add_norm().items()}),

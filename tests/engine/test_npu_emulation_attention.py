@@ -7,35 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine import npu_calls as calls
 from tests.engine.npu_calls import HALF, half, ints
+from tests.engine.npu_dense import expected_attention, visible
 from tests.support.npu import NotSupportedByNpu, npu_operators
 
 pytestmark = pytest.mark.usefixtures("npu_wheel")
-
-
-def expected_attention(
-    query_QND: torch.Tensor, keys_LKD: torch.Tensor, values_LKD: torch.Tensor, visible_QL: torch.Tensor, scale: float
-) -> torch.Tensor:
-    groups = query_QND.shape[1] // keys_LKD.shape[1]
-    return F.scaled_dot_product_attention(
-        query_QND.transpose(0, 1).double(),
-        keys_LKD.transpose(0, 1).repeat_interleave(groups, dim=0).double(),
-        values_LKD.transpose(0, 1).repeat_interleave(groups, dim=0).double(),
-        attn_mask=visible_QL,
-        scale=scale,
-    ).transpose(0, 1)
-
-
-def visible(queries: int, keys: int, *, before: int, after: int) -> torch.Tensor:
-    """Keys from `before` behind to `after` ahead of each query, the last of which stands at the last key."""
-    place_Q1 = torch.arange(keys - queries, keys).unsqueeze(1)
-    place_L = torch.arange(keys)
-    return (place_L >= place_Q1 - before) & (place_L <= place_Q1 + after)
 
 
 @st.composite
@@ -262,43 +242,6 @@ def test_gathered_sequences_stand_one_after_another(npu: Any, cumulative: bool) 
     for name in ("key", "value"):
         cache = call[f"{name}_cache"]
         assert torch.equal(call[name], torch.cat([cache[2], cache[0, :2], cache[1, :7]]))
-
-
-@pytest.mark.parametrize("chip", ["310P", "910B"])
-def test_atb_writes_and_reads_its_cache(chip: str) -> None:
-    """Chunked prompt and decode in one call, decode alone in another, over a cache that the third operator filled."""
-    queries, contexts, width = [5, 1], [150, 40], 128
-    table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
-    keys, values = half(190, 2, 16), half(190, 2, 16, seed=1)
-    place = [*range(150), *range(40)]
-    rows = [0] * 150 + [1] * 40
-    slots = [int(table[row, at // width]) * width + at % width for row, at in zip(rows, place, strict=True)]
-    q = half(6, 4, 16, seed=2)
-    dense = calls.causal_mask(queries, contexts)
-    with npu_operators(chip):
-        shape = (4, 2, width, 16) if chip == "310P" else (4, width, 2, 16)
-        caches = [
-            torch.ops.npu.npu_format_cast(torch.zeros(shape, dtype=HALF), 29 if chip == "310P" else 2) for _ in range(2)
-        ]
-        torch.ops.atb._npu_reshape_and_cache(keys, values, *caches, ints(*slots))
-        mask = calls.nz_mask(dense) if chip == "310P" else dense
-        out = torch.full_like(q, 7.0)
-        torch.ops.atb._npu_paged_attention_splitfuse(
-            q, *caches, table, ints(*contexts), mask, ints(*queries), 2, 4, 0.25, out
-        )
-        last = torch.full_like(q[-2:], 7.0)
-        torch.ops.atb._npu_paged_attention(q[4:], *caches, 2, 4, 0.25, table, ints(*contexts), last)
-    own = [(slice(0, 5), slice(0, 150)), (slice(5, 6), slice(150, 190))]
-    expected = torch.cat(
-        [
-            expected_attention(
-                q[a], keys[b], values[b], visible(a.stop - a.start, b.stop - b.start, before=190, after=0), 0.25
-            )
-            for a, b in own
-        ]
-    )
-    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(last, out[4:])
 
 
 def test_formats_belong_to_storages(npu: Any) -> None:

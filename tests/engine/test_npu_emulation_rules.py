@@ -27,12 +27,14 @@ from tests.engine.npu_refusals import (
     ROTARY,
     SCATTER,
     SPLITFUSE,
+    SPLITFUSE_V2,
     SWIGLU,
     UPDATE,
     Refused,
 )
+from tests.engine.npu_refused_atb import ATB_REFUSED, GOOD_ATB
 from tests.engine.npu_refused_parts import GOOD_ON_A2, PARTS
-from tests.support.npu import NotSupportedByNpu, all_rules, npu_operators
+from tests.support.npu import Atb, NotSupportedByNpu, all_rules, npu_operators
 
 pytestmark = pytest.mark.usefixtures("npu_wheel")
 
@@ -48,6 +50,7 @@ GOOD: tuple[tuple[str, Callable[[], dict[str, Any]], str], ...] = (
     (RESHAPE, calls.reshape_and_cache, P310),
     (PAGED, calls.paged_attention, P310),
     (SPLITFUSE, calls.splitfuse, P310),
+    (SPLITFUSE_V2, calls.splitfuse_v2, P310),
     *((NORM, calls.norm, chip) for chip in (A2, P310)),
     *((ADD_NORM, calls.add_norm, chip) for chip in (A2, P310)),
     *((SWIGLU, lambda: {"input": half(3, 64)}, chip) for chip in (A2, P310)),
@@ -57,23 +60,24 @@ GOOD: tuple[tuple[str, Callable[[], dict[str, Any]], str], ...] = (
     (MATMUL, calls.matmul, A2),
     (MATMUL, calls.matmul_310p, P310),
     *((operator, make, A2) for operator, make in GOOD_ON_A2),
+    *((operator, make, P310) for operator, make in GOOD_ATB),
 )
 
 
 @pytest.fixture(scope="module")
-def on_chip() -> Callable[[str, str, Callable[[], dict[str, Any]]], Any]:
-    def call(chip: str, operator: str, make: Callable[[], dict[str, Any]]) -> Any:
-        with npu_operators(chip):
+def on_chip() -> Callable[..., Any]:
+    def call(chip: str, operator: str, make: Callable[[], dict[str, Any]], atb: Atb = Atb.CANN_9_1) -> Any:
+        with npu_operators(chip, atb=atb):
             namespace, name = operator.split(".")
             return getattr(getattr(torch.ops, namespace), name)(**make())
 
     return call
 
 
-@pytest.mark.parametrize("refused", [*REFUSED, *PARTS], ids=lambda refused: refused.rule.name)
+@pytest.mark.parametrize("refused", [*REFUSED, *PARTS, *ATB_REFUSED], ids=lambda refused: refused.rule.name)
 def test_a_rule_refuses(refused: Refused, on_chip: Callable[..., Any]) -> None:
     with pytest.raises(NotSupportedByNpu) as caught:
-        on_chip(refused.chip, refused.operator, refused.make)
+        on_chip(refused.chip, refused.operator, refused.make, refused.atb)
     assert caught.value.rule is refused.rule, str(caught.value)
 
 
@@ -88,7 +92,7 @@ def test_every_rule_is_shown_to_refuse_and_cites_one_place() -> None:
     rules = all_rules()
     names = [rule.name for rule in rules]
     assert len(set(names)) == len(names)
-    assert set(rules) == {refused.rule for refused in REFUSED}
+    assert set(rules) == {refused.rule for refused in (*REFUSED, *ATB_REFUSED)}
     for rule in rules:
         assert rule.source.lines, rule.name
         assert f"{rule.source.path}:{rule.source.lines[0]}" in str(rule.source)

@@ -36,7 +36,7 @@ def test_the_kept_schemas_are_the_wheels() -> None:
 
 def test_the_wheel_bears_out_atbs_schemas_and_would_show_a_wrong_one() -> None:
     library = read(ATB_LIBRARY)
-    assert [atb_evidence(schema, library) for schema in ATB_SCHEMAS] == [[], [], []]
+    assert [atb_evidence(schema, library) for schema in ATB_SCHEMAS] == [[], [], [], []]
     reshape = ATB_SCHEMAS[0]
     renamed = Schema(reshape.namespace, reshape.text.replace("slot_indices", "slot_mapping"), reshape.source)
     assert atb_evidence(renamed, library) == ["'ensor slot_mappi' is not among the library's constants"]

@@ -13,7 +13,7 @@ from reprise_engine.attention.base import AttentionMetadata, KVLayout, LayerKV, 
 from reprise_engine.attention.block_copies import BlockCopier, original_sources
 from reprise_engine.attention.npu_cascade import merge, saved_bytes, split_step
 from reprise_engine.attention.npu_chip import Chip, chip_named
-from reprise_engine.attention.npu_limits import check_npu_flags, check_npu_model
+from reprise_engine.attention.npu_limits import check_npu_flags, check_npu_length, check_npu_model
 from reprise_engine.errors import ConfigError, UnsupportedModel
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from tests.support.npu import npu_operators
@@ -60,6 +60,7 @@ def test_the_pool_of_a_310p_has_its_own_layout() -> None:
         (Chip.A2, {"num_heads": 64, "num_kv_heads": 1}),
         (Chip.P310, {"dtype": "float16"}),
         (Chip.P310, {"dtype": "float16", "num_kv_heads": 16, "head_dim": 80}),
+        (Chip.P310, {"dtype": "float16", "num_heads": 128}),
     ],
 )
 def test_models_within_the_limits_pass(chip: Chip, changes: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ def test_models_within_the_limits_pass(chip: Chip, changes: dict[str, Any]) -> N
         (Chip.A2, {"num_heads": 128, "num_kv_heads": 1}, r"up to 64\."),
         (Chip.A2, {"num_heads": 512}, r"may be 256 query heads"),
         (Chip.P310, {"dtype": "float16", "head_dim": 256}, r"multiple of 16, up to 128\."),
+        (Chip.P310, {"dtype": "float16", "num_heads": 136}, r"may have 16384 elements, these have 17408\."),
     ],
 )
 def test_heads_that_the_operators_refuse_are_told_at_load(chip: Chip, changes: dict[str, Any], message: str) -> None:
@@ -105,6 +107,17 @@ def test_flags_that_the_operators_refuse_are_told_at_load() -> None:
     for chip, most in ((Chip.A2, 4096), (Chip.P310, 2048)):
         with pytest.raises(ConfigError, match=f"--max-num-seqs is {most + 1}; on an NPU {chip.value} at most {most} "):
             check_npu_flags(chip, block_size=128, max_num_seqs=most + 1)
+
+
+def test_lengths_that_the_operators_refuse_are_told_at_load() -> None:
+    for chip, length in ((Chip.A2, 10**6), (Chip.P310, 65_504)):
+        assert check_npu_length(chip, max_model_len=length) is None
+    warning = check_npu_length(Chip.P310, max_model_len=131_072)
+    assert warning is not None
+    assert warning.startswith("--max-model-len is 131072: beyond 65504 tokens an NPU 310P may sum")
+    assert check_npu_length(Chip.P310, max_model_len=655_232) is not None
+    with pytest.raises(ConfigError, match=r"--max-model-len is 655233; .* 655232 tokens\. Lower it"):
+        check_npu_length(Chip.P310, max_model_len=655_233)
 
 
 # --- the pool and its copies

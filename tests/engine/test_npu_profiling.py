@@ -81,6 +81,22 @@ def test_what_a_step_takes(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_the_largest_steps_are_run(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks and workspaces of attention are largest at the end of the longest prompt, samplers with most requests."""
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    class Watched(CPUAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            metadata = args[4]
+            if (lengths := (metadata.query_lens, metadata.kv_lens)) not in seen:
+                seen.append(lengths)
+            return super().forward(*args, **kwargs)
+
+    monkeypatch.setattr(profiling, "create_attention_backend", lambda _device: Watched())
+    profiled(model, MeteredNPU(), monkeypatch)
+    assert seen == [((16,) * 4, (16,) * 4), ((64,), (256,))]
+
+
 def test_what_graphs_take(ascend: NPUUnderTest, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if ascend.real:
         pytest.skip("its counters are its own")

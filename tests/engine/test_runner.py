@@ -19,7 +19,7 @@ from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.batch import build_batch
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
-from reprise_engine.runner.profiling import profile_step
+from reprise_engine.runner.profiling import deepest_step, profile_step
 from reprise_engine.step import BlockCopy, BlockId, ScheduledRequest, Step
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
 
@@ -254,3 +254,12 @@ def test_profile_step_fills_the_batch_and_fits_its_blocks() -> None:
     assert len(set(batch.metadata.slot_mapping_T.tolist())) == 100
     short, _ = profile_step(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=100), block_size=8, max_model_len=30)
     assert max(len(request.token_ids) for request in short.requests) <= 30
+
+
+def test_the_deepest_step_ends_the_longest_prompt() -> None:
+    config = SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=100)
+    for max_model_len, new, num_blocks in ((1000, 100, 13), (104, 100, 13), (100, 100, 13), (60, 60, 8)):
+        deepest, needed = deepest_step(config, block_size=8, max_model_len=max_model_len)
+        batch = build_batch(deepest, block_size=8, num_blocks=needed, device=CPU)
+        assert (batch.metadata.query_lens, batch.metadata.kv_lens) == ((new,), (max_model_len,))
+        assert needed == num_blocks, "what its new tokens need, however long the prompt"

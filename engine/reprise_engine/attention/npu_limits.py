@@ -7,7 +7,10 @@ query heads; numbers of heads and of requests: op-plugin docs torch_npu-npu_fuse
 310P: op-plugin third_party/atb/inc/infer_op_params.h, `PagedAttentionParam`, torch-npu 2.13.0
 torch_npu/op_plugin/atb/_atb_api_docs.py:279 (requests), and vllm-ascend
 _310p/attention/attention_v1.py, `get_supported_kernel_block_sizes`, and _310p/model_runner_310p.py,
-`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e). Where an older and a newer CANN differ, what both take is allowed.
+`_ATTENTION_BLOCK_SIZE_LIMIT` (182b75e); for the size of a row ascend-transformer-boost
+src/kernels/mixkernels/pagedattention (ddcc8b6), tiling/paged_attention_tiling.cpp, `GetPaParallelCheck`, and for keys
+op_kernel/paged_attention_decoder_mask.cce.
+Where an older and a newer CANN differ, what both take is allowed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ _LARGEST_GROUP = 64
 _BLOCK_SIZES = {Chip.A2: (128, 256, 384, 512), Chip.P310: (128,)}
 _LARGEST_HEAD_310P = 128
 """A block of 128 slots times the size of a head may be 128 · 128."""
+_LARGEST_ROW_310P = 128 * 128
+"""Elements of a row of queries."""
+_MOST_KEYS_310P = 5119 * 128
+"""Of a request: what the kernel keeps of a block table has room for so many blocks."""
+_MOST_SUMMED_310P = 65504
+"""The kernel rounds a row's sum of weights, each of 1 at most, to float16."""
 _MOST_REQUESTS = {Chip.A2: 4096, Chip.P310: 2048}
 """Entries of the operators' lists of lengths."""
 
@@ -50,6 +59,11 @@ def check_npu_model(chip: Chip, *, num_heads: int, num_kv_heads: int, head_dim: 
             f"{heads}; on an NPU {chip.value} the size of a head must be a multiple of {_ALIGNMENT}, up to {largest}. "
             "Serve it on a CPU (--device cpu)."
         )
+    if chip is Chip.P310 and num_heads * head_dim > _LARGEST_ROW_310P:
+        raise UnsupportedModel(
+            f"{heads}; on an NPU {chip.value} all query heads together may have {_LARGEST_ROW_310P} elements, these "
+            f"have {num_heads * head_dim}. Share them among more NPUs (--tensor-parallel-size)."
+        )
     if chip is Chip.A2 and num_heads == num_kv_heads and head_dim not in _HEADS_OF_MHA:
         raise UnsupportedModel(
             f"{heads}; with as many key heads as query heads an NPU {chip.value} takes heads of "
@@ -70,6 +84,24 @@ def check_npu_flags(chip: Chip, *, block_size: int, max_num_seqs: int) -> None:
         raise ConfigError(
             f"--max-num-seqs is {max_num_seqs}; on an NPU {chip.value} at most {most} requests fit a step. Lower it."
         )
+
+
+def check_npu_length(chip: Chip, *, max_model_len: int) -> str | None:
+    """Raises ConfigError for more tokens than the chip's operators take of a request; returns what to warn of."""
+    if chip is not Chip.P310:
+        return None
+    if max_model_len > _MOST_KEYS_310P:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}; on an NPU {chip.value} a request may have {_MOST_KEYS_310P} tokens. "
+            "Lower it."
+        )
+    if max_model_len > _MOST_SUMMED_310P:
+        return (
+            f"--max-model-len is {max_model_len}: beyond {_MOST_SUMMED_310P} tokens an NPU {chip.value} may sum the "
+            "weights of attention to more than float16 holds, and answers would be worse without an error. Compare "
+            "answers to long prompts with those of another device, or lower it."
+        )
+    return None
 
 
 def check_some_chip(

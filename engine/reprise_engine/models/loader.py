@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reprise_engine.attention.bridge import ATTENTION_NAME, register_paged_attention
 from reprise_engine.attention.npu_chip import Chip, chip_of
-from reprise_engine.attention.npu_limits import check_npu_model
+from reprise_engine.attention.npu_limits import check_npu_length, check_npu_model
 from reprise_engine.config import DType, ModelConfig
 from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.messages import LoadProgress
@@ -118,12 +118,14 @@ def load_model(
     plan = read_quantization(files, requested=config.quantization)
     spec = read_spec(files, quantized=plan is not None)
     # Before minutes are spent on weights: a limit that cannot be met is told at once.
-    spec.choose_max_model_len(config.max_model_len)
+    max_model_len = spec.choose_max_model_len(config.max_model_len)
     if place is not None:
         check_size(spec, place.size)
     chip = chip_of(device) if device.type == "npu" else None
     dtype = choose_dtype(config.dtype, spec, files, device="cpu" if chip is None else "npu", chip=chip)
     if chip is not None:
+        if warning := check_npu_length(chip, max_model_len=max_model_len):
+            logger.warning("%s", warning)
         seen = spec if place is None else rank_spec(spec, place.size)  # by the operators
         check_npu_model(
             chip,

@@ -48,7 +48,7 @@ class NPUPeak:
 
 
 def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: int) -> tuple[Step, int]:
-    """The largest step the scheduler may build, and the number of blocks it needs.
+    """The step with the most rows to sample, and the number of blocks it needs.
 
     max_num_batched_tokens new tokens, spread over as many requests as may run, each of which samples, and one of which
     has its prompt scored. With few tokens the profile would under-count.
@@ -75,6 +75,24 @@ def profile_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: 
     return Step(step_id=0, requests=tuple(requests)), next_block
 
 
+def deepest_step(scheduler: SchedulerConfig, *, block_size: int, max_model_len: int) -> tuple[Step, int]:
+    """The step whose attention takes the most memory, and the number of blocks it needs: the last chunk of the longest
+    prompt. Masks (310P) and workspaces grow with the keys. All earlier keys are in one block, again and again."""
+    length = min(scheduler.batched_tokens(max_model_len=max_model_len), max_model_len)
+    start = max_model_len - length
+    context_blocks = start // block_size
+    num_blocks = -(-max_model_len // block_size) - context_blocks
+    request = ScheduledRequest(
+        request_id=RequestId("profile"),
+        token_ids=(0,) * length,
+        start=start,
+        block_table=(BlockId(0),) * context_blocks + tuple(BlockId(block) for block in range(num_blocks)),
+        samples=True,
+        sampling=SamplingParams(temperature=1.0, top_p=0.9),
+    )
+    return Step(step_id=1, requests=(request,)), num_blocks
+
+
 def profile_npu(
     model: LoadedModel,
     scheduler: SchedulerConfig,
@@ -85,11 +103,14 @@ def profile_npu(
     graph_sizes: tuple[int, ...] = (),
     of_rank: Callable[[Step], Step] = lambda step: step,
 ) -> NPUPeak:
-    """Runs the largest step on a pool that holds just it, captures graphs over it, and reads the counters. Of several
-    ranks all run it together, each what `of_rank` makes of it."""
+    """Runs the largest steps on a pool that holds just one, captures graphs over it, and reads the counters. Of several
+    ranks all run them together, each what `of_rank` makes of them."""
     npu = _torch_npu()
     weights = npu.memory_allocated(model.device)
-    step, num_blocks = profile_step(scheduler, block_size=block_size, max_model_len=max_model_len)
+    largest = [
+        make(scheduler, block_size=block_size, max_model_len=max_model_len) for make in (profile_step, deepest_step)
+    ]
+    num_blocks = max(needed for _, needed in largest)
     num_spare = spare_blocks(graph_sizes, block_size=block_size)
     kv = allocate_kv_cache(
         num_layers=model.spec.num_layers,
@@ -104,7 +125,8 @@ def profile_npu(
     resting = npu.memory_allocated(model.device)
     npu.reset_peak_memory_stats(model.device)
     runner = ModelRunner(model, create_attention_backend(model.device), kv, seed=0, num_spare_blocks=num_spare)
-    runner.run(of_rank(step))
+    for step, _ in largest:
+        runner.run(of_rank(step))
     npu.synchronize()
     activations = npu.max_memory_allocated(model.device) - resting
     # Of engines that start on this NPU one does so at a time (npu_turns.py); what one that serves already takes in the

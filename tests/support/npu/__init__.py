@@ -13,13 +13,15 @@ the wheel, `schemas.py`), by rules that each cite the vendor's sources (`rules.p
 own meta functions. A refused call raises `NotSupportedByNpu`, which carries its rule. What is not emulated raises
 NotImplementedError.
 
+`npu_operators("310P", atb=Atb.CANN_9_0)` has torch_npu's operators and an ATB that is older than they are.
+
 `machine.formats` says which tensors are in FRACTAL_NZ: those that `npu_format_cast(tensor, 29)` or `empty_with_format`
 made, and all views of them.
 """
 
-from tests.support.npu.machine import Chip, Machine
+from tests.support.npu.machine import Atb, Chip, Machine
 from tests.support.npu.operators import all_rules, npu_operators
 from tests.support.npu.rules import NotSupportedByNpu, Rule
 from tests.support.npu.wheel import WheelMissing
 
-__all__ = ["Chip", "Machine", "NotSupportedByNpu", "Rule", "WheelMissing", "all_rules", "npu_operators"]
+__all__ = ["Atb", "Chip", "Machine", "NotSupportedByNpu", "Rule", "WheelMissing", "all_rules", "npu_operators"]

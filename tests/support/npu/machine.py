@@ -26,6 +26,13 @@ class Chip(Enum):
     ASCEND_310P = "310P"
 
 
+class Atb(Enum):
+    """Which ATB is installed beside torch_npu, whose operators are there either way."""
+
+    CANN_9_0 = "9.0"
+    CANN_9_1 = "9.1"
+
+
 @dataclass(frozen=True)
 class Formats:
     """Storage formats by storage: the values of a tensor are the same in each, its bytes on the device are not.
@@ -52,6 +59,7 @@ class Machine:
     also_float32: bool = False
     """Attention in float32 too, which no NPU has: only for tests that compare tokens to the bit."""
     formats: Formats = field(default_factory=Formats)
+    atb: Atb = Atb.CANN_9_1
 
     def is_half(self, dtype: torch.dtype) -> bool:
         """Whether attention's kernels are compiled for `dtype` here."""

@@ -12,6 +12,8 @@ import torch
 from tests.support.npu import (
     activation,
     atb,
+    atb_rules,
+    atb_splitfuse,
     attention_update,
     fused_attention,
     fused_attention_rules,
@@ -21,7 +23,7 @@ from tests.support.npu import (
     quantization,
     rotary,
 )
-from tests.support.npu.machine import Chip, Machine
+from tests.support.npu.machine import Atb, Chip, Machine
 from tests.support.npu.rules import Rule
 from tests.support.npu.schemas import all_schemas
 
@@ -42,9 +44,20 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "empty_with_format": machine.empty_with_format,
     "_npu_reshape_and_cache": atb.reshape_and_cache,
     "_npu_paged_attention": atb.paged_attention,
-    "_npu_paged_attention_splitfuse": atb.paged_attention_splitfuse,
+    "_npu_paged_attention_splitfuse": atb_splitfuse.paged_attention_splitfuse,
+    "_npu_paged_attention_splitfuse_v2": atb_splitfuse.paged_attention_splitfuse_v2,
 }
-_MODULES = (fused_attention_rules, attention_update, kv_cache, atb, norms, activation, rotary, quantization, machine)
+_MODULES = (
+    fused_attention_rules,
+    attention_update,
+    kv_cache,
+    atb_rules,
+    norms,
+    activation,
+    rotary,
+    quantization,
+    machine,
+)
 # Has no tensor among its arguments, so no tensor's kernel can be found for it.
 _WITHOUT_TENSORS = ("empty_with_format",)
 
@@ -54,12 +67,14 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 @contextmanager
-def npu_operators(chip: str | Chip = Chip.ASCEND_910B, *, also_float32: bool = False) -> Iterator[Machine]:
+def npu_operators(
+    chip: str | Chip = Chip.ASCEND_910B, *, also_float32: bool = False, atb: Atb = Atb.CANN_9_1
+) -> Iterator[Machine]:
     """Defines `torch.ops.npu.*` and `torch.ops.atb.*` for tensors of the CPU while the context lasts.
 
     Raises WheelMissing where the vendor's wheel cannot be had, and RuntimeError where torch_npu itself is loaded.
     """
-    emulated = Machine(Chip(chip), also_float32)
+    emulated = Machine(Chip(chip), also_float32, atb=atb)
     libraries: dict[str, Any] = {}
     schemas = all_schemas()
     try:

@@ -45,6 +45,10 @@ OPS_NN = Repository("hicann/ops-nn", "e5c3fa9327ea95ba26d06227e746923580d10921",
 """CANN's norms, activations and quantised matmuls."""
 OP_PLUGIN = Repository("Ascend/op-plugin", "517f2e7d0f202f38b76310706cb977ca2388ad21", "2026-08-21")
 """torch_npu's own C++ (shapes of outputs, its checks) and its documentation pages."""
+ATB = Repository("hicann/ascend-transformer-boost", "ddcc8b6225b8b7d4703c69c319244bdea0f0c9a1", "2026-07-22")
+"""The operators that a 310P's attention calls: their checks, their tilings and their kernels, as CANN 9.1 has them."""
+FIELD_REPORT = Repository("a report from a service on a 310P", "as published", "2026-07-08")
+"""Of one that serves in production; the only word on what it says."""
 VLLM_ASCEND = Repository("vllm-project/vllm-ascend", "182b75ea84ff13ece27b57391331ef8935410aea", "2026-08-22")
 """A caller in production: layouts and limits of 310P that no page of the vendor gives."""
 WHEEL = Repository("torch-npu", "2.13.0", "PyPI")

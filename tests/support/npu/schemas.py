@@ -79,6 +79,13 @@ ATB_SCHEMAS = (
         "Tensor(a!) out) -> ()",
         OP_PLUGIN.at("op_plugin/ops/atb/PagedAttentionSplitfuse.cpp", 68),
     ),
+    Schema(
+        "atb",
+        "_npu_paged_attention_splitfuse_v2(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+        "Tensor context_lens, Tensor mask, Tensor seq_len, int num_kv_heads, int num_heads, float scale_value, *, "
+        "int ? mask_type = 5, Tensor(a!) out) -> ()",
+        OP_PLUGIN.at("op_plugin/ops/atb/PagedAttentionSplitfuseV2.cpp", 97),
+    ),
 )
 
 # How the C++ argument types of a registered function are mangled after `at::Tensor const&` has been seen once.
@@ -86,6 +93,7 @@ _MANGLED_ARGUMENTS = {
     "_npu_reshape_and_cache": "RKN2at6TensorES3_RS1_S4_S3_",
     "_npu_paged_attention": "RKN2at6TensorES3_S3_lldS3_S3_RS1_RKSt8optionalIS1_E",
     "_npu_paged_attention_splitfuse": "RKN2at6TensorES3_S3_S3_S3_S3_S3_lldRS1_",
+    "_npu_paged_attention_splitfuse_v2": "RKN2at6TensorES3_S3_S3_S3_S3_S3_lldSt8optionalIlERS1_",
 }
 
 
