@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -115,6 +116,26 @@ def _open_npu(index: int) -> None:
         torch.npu.set_compile_mode(jit_compile=False)  # type: ignore[attr-defined]  # of torch_npu
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"NPU {_number_of(index)} cannot be used. {told(error)}") from error
+    _warn_of_old_cann()
+
+
+_OLDEST_CANN = (9, 1)
+
+
+def _warn_of_old_cann() -> None:
+    """Attention of CANN 9.0 divides the keys of few long requests among cores, and combines the parts without waiting
+    for each (ops-transformer, 40890f601, CombineScale.hpp: cured in 9.1.0)."""
+    try:
+        version = str(importlib.import_module("torch_npu.npu.utils").get_cann_version())
+    except (ImportError, AttributeError, RuntimeError):
+        return
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) < _OLDEST_CANN:
+        logger.warning(
+            "CANN is %s, and wrong answers may come without an error: its attention has faults that 9.1.0 cures. Use "
+            "the engine's image for NPUs (docs/ascend.md), or a newer CANN.",
+            version,
+        )
 
 
 def limit_cpu_threads(*, sharing: int = 1) -> int:

@@ -101,6 +101,19 @@ def test_the_first_visible_npu_is_taken_and_its_operators_are_not_compiled_for_e
     assert done.stdout.split() == ["npu:0", "npu:0", "3", "3", "False"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"),
+    [("9.0.0", True), ("8.5.RC1", True), ("9.1.0-beta.2", False), ("9.1.0", False), ("10.0.0", False), ("", False)],
+)
+@pytest.mark.usefixtures("npu_wheel")
+def test_a_cann_whose_attention_is_known_to_be_wrong_is_told(version: str, warned: bool) -> None:
+    program = "import logging; logging.basicConfig()\nfrom reprise_engine.device import resolve_device as r; r('npu')"
+    environment = npu_environment() | {"EMULATED_NPU_CANN": version}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (f"CANN is {version}, and wrong answers may come" in done.stderr) is warned
+
+
 def test_settings_are_there_before_torch_npu_is_imported(
     npu_machine: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

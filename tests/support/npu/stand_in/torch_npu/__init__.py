@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +13,17 @@ from tests.support.npu.device.install import install
 
 npu = install()
 """torch.npu, under its other name."""
+
+
+class _Utils(ModuleType):
+    """torch_npu.npu.utils"""
+
+    @staticmethod
+    def get_cann_version(module: str = "CANN") -> str:
+        return os.environ.get("EMULATED_NPU_CANN", "9.1.0")
+
+
+sys.modules["torch_npu.npu.utils"] = _Utils("torch_npu.npu.utils")
 
 
 def __getattr__(name: str) -> Any:
