@@ -38,7 +38,7 @@ def test_a_device_name_tells_the_chip(name: str, chip: Chip) -> None:
     assert chip_named(name) is chip
 
 
-@pytest.mark.parametrize("name", ["Ascend910A", "Ascend910ProB", "Ascend310", "Ascend950DT", ""])
+@pytest.mark.parametrize("name", ["Ascend910A", "Ascend910ProB", "Ascend910B", "Ascend310", "Ascend950DT", ""])
 def test_a_chip_without_a_backend_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"The NPU is '{name}', which is not supported: .*--device cpu"):
         chip_named(name)

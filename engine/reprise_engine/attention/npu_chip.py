@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from functools import cache
 
@@ -25,10 +26,13 @@ class Chip(Enum):
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of a device name such as Ascend910B4 (A2), Ascend910_9392 (A3) or Ascend310P3. Raises ConfigError."""
+    """The chip of a device name such as Ascend910B4 (A2), Ascend910_9392 (A3) or Ascend310P3. Raises ConfigError.
+
+    Ascend910B without a number is of the first generation (torch_npu, csrc/core/npu/NpuVariables.cpp, 94c0533ba).
+    """
     if name.startswith("Ascend310P"):
         return Chip.P310
-    if name.startswith(("Ascend910B", "Ascend910_93")):
+    if re.match(r"Ascend910(B\d|_93)", name):
         return Chip.A2
     raise ConfigError(
         f"The NPU is {name!r}, which is not supported: attention has backends for 910B, 910C and 310P. "
