@@ -192,6 +192,44 @@ def test_the_users_own_label_for_volcano_stands() -> None:
     assert (labels["ring-controller.atlas"], labels["fault-scheduling"]) == ("mine", "grace")
 
 
+POLICY = "huawei.com/schedule_policy"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "template", "policy"),
+    [
+        ({"profile": "ascend910b"}, {"schedulerName": "volcano"}, "chip8-node8"),
+        ({"profile": "ascend910c"}, {"schedulerName": "volcano"}, "chip2-node16"),
+        ({"profile": "ascend910c"}, {}, None),
+        ({"profile": "ascend910"}, {"schedulerName": "volcano"}, None),
+        ({"profile": "ascend910b", "resourceName": "huawei.com/Ascend910-8c"}, {"schedulerName": "volcano"}, None),
+        # What the user says of the server decides.
+        (
+            {"profile": "ascend910b"},
+            {"schedulerName": "volcano", "nodeSelector": {"accelerator-type": "module-910b-16"}},
+            None,
+        ),
+        (
+            {"profile": "ascend910c"},
+            {"schedulerName": "volcano", "metadata": {"annotations": {"sp-block": "2"}}},
+            None,
+        ),
+        (
+            {"profile": "ascend910c"},
+            {"schedulerName": "volcano", "metadata": {"annotations": {POLICY: "chip2-node8-sp"}}},
+            "chip2-node8-sp",
+        ),
+    ],
+)
+def test_volcano_is_told_how_chips_go_together(
+    accelerator: dict[str, Any], template: dict[str, Any], policy: str | None
+) -> None:
+    """Else it takes them for a 910A's: at most eight to a server, a ring of four after the other (mind-cluster,
+    ascend-for-volcano, internal/npu/factory.go, get910CardHandlerName, 22bb3d98)."""
+    pod = planned({"accelerator": accelerator, "podTemplate": template}).workload["spec"]["template"]
+    assert pod["metadata"].get("annotations", {}).get(POLICY) == policy
+
+
 def test_every_chip_is_known_to_every_device_plugin() -> None:
     plugins = {"mindcluster": "", "cce": "cce-", "hami": "hami-"}
     for prefix in plugins.values():

@@ -23,6 +23,9 @@ _DRIVER_PATHS = (
 
 
 VOLCANO = "volcano"
+_POLICY = "huawei.com/schedule_policy"
+_SUPER_POD = "sp-block"
+_SERVER_LABEL = "accelerator-type"
 _QUANTIZATION = re.compile(r"--quantization(=|$)|-q")
 _VIRTUAL = re.compile(r"^huawei\.com/Ascend(910|310P)-\d+c(\.[a-z0-9.]+)?$")
 
@@ -102,6 +105,19 @@ def scheduler_labels(service: InferenceService) -> dict[str, str]:
     if label is None or service.spec.pod_template.scheduler_name != VOLCANO:
         return {}
     return {label[0]: label[1]}
+
+
+def scheduler_annotations(service: InferenceService) -> dict[str, str]:
+    """Annotations of pods that Volcano places. MindCluster's plugin looks at a node selector, and not at the affinity
+    that a profile has; where it finds neither that nor these, it takes the chips for those of a 910A, of which a server
+    has eight: on an A3's sixteen no pod is placed (mind-cluster, ascend-for-volcano, internal/npu/factory.go,
+    get910CardHandlerName; base/node.go, GetUsableTopFromNode, 22bb3d98)."""
+    policy, user = profile_of(service).volcano_policy, service.spec.pod_template
+    if policy is None or user.scheduler_name != VOLCANO or is_virtual(resource_name(service)):
+        return {}
+    if _SERVER_LABEL in user.node_selector or _SUPER_POD in user.metadata.annotations:
+        return {}
+    return {_POLICY: policy}
 
 
 def accelerator_env(service: InferenceService) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from reprise_operator.children.accelerator import (
     driver_volumes,
     profile_of,
     runtime_class_name,
+    scheduler_annotations,
     scheduler_labels,
     with_node_affinity,
 )
@@ -52,7 +53,7 @@ def build_pod_template(service: InferenceService, settings: Settings, memory: Me
     labels = {**pod_labels(service.identity), **scheduler_labels(service), **user.metadata.labels}
     metadata: dict[str, Any] = {"labels": labels}
     metadata["labels"] |= reserved_labels(service.identity)
-    annotations = {**user.metadata.annotations, **cache_annotations(service)}
+    annotations = {**scheduler_annotations(service), **user.metadata.annotations, **cache_annotations(service)}
     if annotations:
         metadata["annotations"] = annotations
     volumes, mounts = _volumes(service)

@@ -40,6 +40,8 @@ class Profile:
     Several, ascending, where cards of several sizes go by one name; a part that fits the smallest is taken for its."""
     volcano_label: tuple[str, str] | None = None
     """Of pods that Volcano places: by it MindCluster's plugin knows the kind of server."""
+    volcano_policy: str | None = None
+    """By it the plugin knows which chips of a server go together, where no node selector names the server."""
 
     @property
     def is_npu(self) -> bool:
@@ -70,8 +72,12 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         CPU_PROFILE: Profile(resource=None),
         # MindCluster
         "ascend910": _a2("huawei.com/Ascend910"),
-        "ascend910b": _a2("huawei.com/Ascend910", node_label=_A2_NODES, volcano_label=_A2_AND_A3),
-        "ascend910c": _a3("huawei.com/Ascend910", node_label=_A3_NODES, volcano_label=_A2_AND_A3),
+        "ascend910b": _a2(
+            "huawei.com/Ascend910", node_label=_A2_NODES, volcano_label=_A2_AND_A3, volcano_policy="chip8-node8"
+        ),
+        "ascend910c": _a3(
+            "huawei.com/Ascend910", node_label=_A3_NODES, volcano_label=_A2_AND_A3, volcano_policy="chip2-node16"
+        ),
         "ascend310p": _310p("huawei.com/Ascend310P"),
         # Huawei Cloud CCE
         "cce-ascend910": _a2("huawei.com/ascend-1980"),
