@@ -4,6 +4,7 @@ one process that quantises rows as the ranks do. Layer by layer: test_w8a8_ranks
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from reprise_engine.errors import ConfigError
 from reprise_engine.runner.model_runner import ModelRunner
 from tests.engine.test_parallel import PROMPTS, SHARED, story, tokens, told
 from tests.support.tiny_models import tiny_model_path
-from tests.support.w8a8 import quantize_model
+from tests.support.w8a8 import DESCRIPTION, quantize_model
 from tests.support.w8a8_slices import quantise_by_slices
 
 
@@ -96,6 +97,11 @@ def test_kv_on_disk_is_of_one_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_number_that_does_not_divide_the_model_is_told_of_quantised_ones_too(tmp_path: Path) -> None:
+    """Before any weight is read; here the description is part of the configuration."""
     folder = quantized(tmp_path, "qwen3", dynamic=("*",))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = json.loads((folder / DESCRIPTION).read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / DESCRIPTION).unlink()
     with pytest.raises(ConfigError, match="--tensor-parallel-size is 3, but the model has 4 attention heads"):
         make(folder, 3)
