@@ -46,7 +46,7 @@ from reprise_engine.models.spec import read_spec
 from reprise_engine.native import load_kernels
 from reprise_engine.npu_turns import npu_turn
 from reprise_engine.out_of_memory import Phase, naming_phase
-from reprise_engine.parallel.group import Group, open_group
+from reprise_engine.parallel.group import Group, LostRank, open_group
 from reprise_engine.parallel.launch import Ranks
 from reprise_engine.parallel.layers import connect_ranks
 from reprise_engine.parallel.runner import LeadingRunner
@@ -290,7 +290,10 @@ def _meet(ranks: Ranks, model: LoadedModel) -> Group:
     ranks.tell(Meet())
     group = open_group(ranks.place, ranks.meeting_point, model.device)
     ranks.when_closed(group.close)
-    connect_ranks(model.module, group)
+    try:
+        connect_ranks(model.module, group)
+    except LostRank as error:
+        raise ranks.explain(error) from error
     return group
 
 

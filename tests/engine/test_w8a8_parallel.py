@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from torch import nn
 
-from reprise_engine import LLM, SamplingParams
-from reprise_engine.errors import ConfigError
+from reprise_engine import LLM, SamplingParams, core
+from reprise_engine.errors import ConfigError, RankDied
+from reprise_engine.parallel.group import Group
+from reprise_engine.parallel.layers import connect_ranks
 from reprise_engine.runner.model_runner import ModelRunner
 from tests.engine.test_parallel import PROMPTS, SHARED, story, tokens, told
 from tests.support.tiny_models import tiny_model_path
@@ -94,6 +98,19 @@ def test_kv_on_disk_is_of_one_number_of_ranks(tmp_path: Path) -> None:
     warm, cached = generate(2)
     assert (warm, cached >= 96) == (cold, True)
     assert generate(1)[1] == 0
+
+
+def test_a_rank_that_ends_while_biases_are_shared_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = quantized(tmp_path, "qwen3", dynamic=())
+
+    def connect_without_the_other(model: nn.Module, group: Group) -> None:
+        [other] = (child for child in psutil.Process().children() if "parallel.worker" in " ".join(child.cmdline()))
+        other.kill()
+        connect_ranks(model, group)
+
+    monkeypatch.setattr(core, "connect_ranks", connect_without_the_other)
+    with pytest.raises(RankDied, match=r"Rank 1 of 2 \(process \d+\) was killed by SIGKILL"):
+        make(folder, 2)
 
 
 def test_a_number_that_does_not_divide_the_model_is_told_of_quantised_ones_too(tmp_path: Path) -> None:

@@ -138,10 +138,14 @@ def test_dynamic_layers_quantise_a_row_by_what_each_rank_has_of_it(
         assert (logits - floats).abs().mean() < 1.2 * (one - floats).abs().mean()
 
 
-def test_float_layers_between_quantised_ones_are_divided_as_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "floats"), [("qwen3", ("*.o_proj", "*.layers.1.*")), ("qwen3-moe", ("*.experts.*",))]
+)
+def test_float_layers_between_quantised_ones_are_divided_as_ever(
+    family: str, floats: tuple[str, ...], tmp_path: Path
+) -> None:
     """Their sums round otherwise, which may be the next int8 in a layer behind them."""
-    floats = ("lm_head", "*.o_proj", "model.layers.1.*")
-    folder = quantized(tmp_path, "qwen3", dynamic=STATIC, floats=floats)
+    folder = quantized(tmp_path, family, dynamic=STATIC, floats=("lm_head", *floats))
     one = logits_of(load(folder))
     error = (logits_of_ranks(folder, 4) - one).abs().mean() / one.std()
     assert error < 0.01

@@ -42,7 +42,10 @@ def drop_head(model: nn.Module) -> None:
 
 
 def connect_ranks(model: nn.Module, group: Group) -> None:
-    """Has `model`, which holds this rank's weights, add up what the ranks compute. Mutates this instance only."""
+    """Has `model`, which holds this rank's weights, add up what the ranks compute. Mutates this instance only.
+
+    Raises LostRank: of a quantised model the ranks share out biases here.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if name not in _SUMMED:
