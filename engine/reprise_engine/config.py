@@ -178,11 +178,6 @@ class EngineConfig:
                 f"--tensor-parallel-size is {size}; it must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, "
                 "the NPUs of one pod."
             )
-        if size > 1 and self.model.quantization is not None:
-            raise ConfigError(
-                f"--tensor-parallel-size is {size} and --quantization is {self.model.quantization}: quantised layers "
-                "are not divided among ranks. Serve them with --tensor-parallel-size 1, or the float model."
-            )
         if self.kv_events.active and not self.cache.enable_prefix_caching:
             raise ConfigError("--kv-events-config enables events of the prefix cache, but prefix caching is off.")
 

@@ -41,11 +41,12 @@ from reprise_engine.memory_promises import MemoryPromises
 from reprise_engine.messages import LoadProgress
 from reprise_engine.models.files import find_weights, weight_file_bytes
 from reprise_engine.models.loader import LoadedModel, Progress, load_model
+from reprise_engine.models.quantization import read_quantization
 from reprise_engine.models.spec import read_spec
 from reprise_engine.native import load_kernels
 from reprise_engine.npu_turns import npu_turn
 from reprise_engine.out_of_memory import Phase, naming_phase
-from reprise_engine.parallel.group import Group, open_group
+from reprise_engine.parallel.group import Group, LostRank, open_group
 from reprise_engine.parallel.launch import Ranks
 from reprise_engine.parallel.layers import connect_ranks
 from reprise_engine.parallel.runner import LeadingRunner
@@ -86,7 +87,9 @@ def build_core(
             undo.callback(kv_events.close)
         size = config.tensor_parallel_size
         if size > 1:
-            check_size(read_spec(find_weights(config.model.model, revision=config.model.revision)), size)
+            files = find_weights(config.model.model, revision=config.model.revision)
+            plan = read_quantization(files, requested=config.model.quantization)
+            check_size(read_spec(files, quantized=plan is not None), size)
         device = resolve_device(config.device, size=size)
         if device.type == "npu":
             # Of all ranks, in one order for all engines, and before a rank looks at the memory of its NPU.
@@ -287,7 +290,10 @@ def _meet(ranks: Ranks, model: LoadedModel) -> Group:
     ranks.tell(Meet())
     group = open_group(ranks.place, ranks.meeting_point, model.device)
     ranks.when_closed(group.close)
-    connect_ranks(model.module, group)
+    try:
+        connect_ranks(model.module, group)
+    except LostRank as error:
+        raise ranks.explain(error) from error
     return group
 
 

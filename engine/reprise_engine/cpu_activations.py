@@ -89,11 +89,17 @@ def estimate_cpu_activations(
     # Gate, up and what they make; an expert's gate and up are the halves of one tensor, of which copies are made.
     inner = max(3 * spec.intermediate_size, 4 * spec.expert_size * spec.experts_per_token)
     mlp = _FLOAT * step.tokens * inner
-    # What all ranks' parts of a sum take, beside the one that was computed.
-    parts = 0 if place is None else place.size * hidden
-    layers = 4 * hidden + max(attention, mlp, parts)
+    layers = 4 * hidden + max(attention, mlp, _sum_of_ranks(spec, step, place))
     kept = _QUANTIZED_BYTES_PER_THREAD if native and quantized else _PLAIN_BYTES_PER_THREAD
     return max(layers, head) + threads * kept + told
+
+
+def _sum_of_ranks(spec: ModelSpec, step: LargestStep, place: Place | None) -> int:
+    """All ranks' parts, beside the one that was computed, and what that was computed from."""
+    if place is None:
+        return 0
+    inner = 0 if spec.expert_size else spec.intermediate_size
+    return _FLOAT * step.tokens * (place.size * spec.hidden_size + max(inner, spec.num_heads * spec.head_dim))
 
 
 def _native_scratch(spec: ModelSpec, step: LargestStep) -> int:

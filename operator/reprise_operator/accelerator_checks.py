@@ -6,7 +6,7 @@ import re
 
 from pydantic.alias_generators import to_camel
 
-from reprise_operator.children.accelerator import is_quantised, is_virtual, resource_name
+from reprise_operator.children.accelerator import is_virtual, resource_name
 from reprise_operator.children.profiles import CPU_PROFILE, PROFILES, Profile
 from reprise_operator.children.slices import CORE_SUFFIX, MEMORY_SUFFIX, check_slice
 from reprise_operator.resource import InferenceService, SpecError
@@ -103,12 +103,6 @@ def _check_count(service: InferenceService, profile: Profile) -> None:
         raise _invalid(
             f"spec.accelerator.count is {count}; a card of profile {service.spec.accelerator.profile} is "
             f"{profile.minimum} devices, which are handed out together: set a multiple of {profile.minimum}."
-        )
-    runtime = service.spec.runtime
-    if count > profile.minimum and runtime.name is Runtime.REPRISE and is_quantised(runtime.extra_args):
-        raise _invalid(
-            f"spec.accelerator.count is {count}, and spec.runtime.extraArgs has --quantization, whose layers our "
-            f"engine does not divide among devices: set {profile.minimum}, or serve the float model."
         )
 
 

@@ -141,11 +141,6 @@ WARMUP: Spec = {"prefixCaching": {"warmup": {"prompts": ["You are"], "timeoutSec
         ({"runtime": {"extraArgs": ["--max_num_seqs=7"]}}, "engine.scheduler.max_num_seqs", 7),
         ({"runtime": {"extraArgs": ["--quantization", "ascend"]}}, "engine.model.quantization", "ascend"),
         (
-            {"accelerator": {"profile": "ascend910c"}, "runtime": {"extraArgs": ["-qascend"]}},
-            "engine.tensor_parallel_size",
-            1,
-        ),
-        (
             {"runtime": {"extraArgs": ["--override-generation-config", '{"temperature": 0, "stop": ["a b"]}']}},
             "override_generation_config",
             {"temperature": 0, "stop": ["a b"]},
@@ -181,6 +176,15 @@ def test_the_devices_of_a_pod_compute_together(accelerator: Spec, ranks: int) ->
     made = {"accelerator": accelerator}
     assert understood(made).engine.tensor_parallel_size == ranks
     assert ("--tensor-parallel-size" in container(made)["args"]) is (ranks > 1)
+
+
+@pytest.mark.parametrize(("accelerator", "ranks"), [({"count": 4}, 4), ({"profile": "ascend910c"}, 2)])
+@pytest.mark.parametrize("flag", ["--quantization=ascend", "-qascend"])
+def test_quantised_weights_are_divided_among_the_devices_as_others_are(
+    flag: str, accelerator: Spec, ranks: int
+) -> None:
+    options = understood({"accelerator": accelerator, "runtime": {"extraArgs": [flag]}}).engine
+    assert (options.model.quantization, options.tensor_parallel_size) == ("ascend", ranks)
 
 
 @pytest.mark.parametrize("flag", [["--device=cpu"], ["--device", "cpu"]])

@@ -40,17 +40,34 @@ from reprise_engine.config import ModelConfig, SchedulerConfig
 from reprise_engine.cpu_activations import LargestStep, estimate_cpu_activations
 from reprise_engine.models.loader import load_model
 from reprise_engine.native import load_kernels
+from reprise_engine.parallel.layers import connect_ranks
+from reprise_engine.parallel.shard import Place
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.step import BlockId, ScheduledRequest, Step
 
 folder, native, cases = sys.argv[1], sys.argv[2] != "plain", json.loads(sys.argv[3])
-quantization = "ascend" if sys.argv[2] == "quantised" else None
+quantization = "ascend" if sys.argv[2].startswith("quantised") else None
+place = Place(rank=0, size=4) if sys.argv[2].endswith("rank") else None
 cpu, libc = torch.device("cpu"), ctypes.CDLL(None)
 assert return_freed_memory()
 kernels = load_kernels() if native else None
-model = load_model(ModelConfig(model=folder, quantization=quantization), device=cpu, kernels=kernels)
+model = load_model(ModelConfig(model=folder, quantization=quantization), device=cpu, kernels=kernels, place=place)
+
+class Alone:
+    # As GlooGroup, with nobody at the other end.
+    place = place
+
+    def sum(self, x):
+        parts = [x.clone() for _ in range(place.size)]
+        total = parts[0]
+        for other in parts[1:]:
+            total += other
+        return total
+
+if place is not None:
+    connect_ranks(model.module, Alone())
 
 def part(index, new, end, first_block):
     blocks = tuple(BlockId(first_block + i) for i in range(-(-end // 16)))
@@ -85,7 +102,7 @@ for tokens, seqs, length in cases:
         model.spec,
         LargestStep.of(SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), max_model_len=length),
         native=native, quantized=quantization is not None, kv_element_bytes=model.kv_dtype.itemsize,
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads(), place=place,
     )
     results.append((peak - resting, estimate))
 print(json.dumps(results))
@@ -109,10 +126,16 @@ needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the kern
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param("native", marks=needs_kernels), "plain", pytest.param("quantised", marks=needs_kernels)]
+    "path",
+    [
+        pytest.param("native", marks=needs_kernels),
+        "plain",
+        pytest.param("quantised", marks=needs_kernels),
+        pytest.param("quantised rank", marks=needs_kernels),
+    ],
 )
 def test_the_computed_peak_is_the_measured_one(folder: Path, path: str, tmp_path: Path) -> None:
-    if path == "quantised":
+    if path.startswith("quantised"):
         folder = quantize_model(folder, tmp_path / "quantised", dynamic=["*"])
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(folder), path, json.dumps(CASES)],

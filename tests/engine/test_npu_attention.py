@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise_engine.attention.base import AttentionBackend, KVLayout
@@ -164,6 +164,7 @@ def test_310p_equals_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @given(lens=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), min_size=1, max_size=12))
+@example(lens=[(2, 0)] * 300)
 def test_310p_calls_attend_every_row_once(lens: list[tuple[int, int]], masked: bool) -> None:
     query_lens = tuple(queries for queries, _ in lens)
     kv_lens = tuple(queries + before for queries, before in lens)
@@ -175,6 +176,7 @@ def test_310p_calls_attend_every_row_once(lens: list[tuple[int, int]], masked: b
         for request, queries, keys in zip(requests, call.query_lens, call.kv_lens, strict=True):
             attended += [(request, last + 1) for last in range(keys - queries, keys)]
         assert sum(call.query_lens) <= 1024
+        assert len(call.query_lens) <= (511 if call.decodes else 255)
         assert call.decodes == (not masked and all(query_lens[request] == 1 for request in requests))
     assert attended == [
         (request, last + 1)
@@ -196,7 +198,9 @@ def test_310p_makes_no_more_calls_than_it_must() -> None:
         ((976,), (2500,), False),
         ((1,), (501,), True),
     ]
-    assert [len(call.query_lens) for call in split_into_calls((1,) * 1500, (9,) * 1500, masked=True)] == [1024, 476]
+    for masked, sizes in ((False, [511, 89]), (True, [255, 255, 90])):
+        calls = split_into_calls((1,) * 600, (9,) * 600, masked=masked)
+        assert [len(call.query_lens) for call in calls] == sizes, "what a single core has room for"
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=lambda case: case.name)

@@ -64,6 +64,17 @@ LAYER = "model.layers.3"
         ("mlp.experts.7.down_proj.weight", (64, 24), 0, 2, Cut(1, ((0, 12),))),
         ("mlp.experts.gate_up_proj", (4, 48, 64), 1, 2, Cut(1, ((12, 24), (36, 48)))),
         ("mlp.experts.down_proj", (4, 64, 24), 1, 2, Cut(2, ((12, 24),))),
+        # Of quantised layers: what there is for each output goes with the outputs.
+        ("self_attn.q_proj.weight_scale", (64, 1), 1, 2, Cut(0, ((32, 64),))),
+        ("self_attn.k_proj.weight_offset", (16, 1), 3, 4, Cut(0, ((8, 16),))),
+        ("self_attn.v_proj.deq_scale", (16,), 0, 4, Cut(0, ((0, 8),))),
+        ("mlp.gate_proj.quant_bias", (96,), 1, 2, Cut(0, ((48, 96),))),
+        ("mlp.experts.7.up_proj.weight_scale", (24, 1), 1, 2, Cut(0, ((12, 24),))),
+        ("self_attn.o_proj.deq_scale", (64,), 1, 2, None),
+        ("mlp.down_proj.quant_bias", (64,), 1, 2, None),
+        ("mlp.experts.7.down_proj.weight_scale", (64, 1), 1, 2, None),
+        ("self_attn.q_proj.input_scale", (1,), 1, 2, None),
+        ("mlp.up_proj.input_offset", (1,), 1, 2, None),
         # Whole on every rank.
         ("self_attn.o_proj.bias", (64,), 1, 2, None),
         ("mlp.down_proj.bias", (64,), 1, 2, None),

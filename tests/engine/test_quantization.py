@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from reprise_engine.config import EngineConfig, ModelConfig
 from reprise_engine.errors import ConfigError, DamagedModel, UnsupportedModel
 from reprise_engine.models.files import ModelFiles
 from reprise_engine.models.quantization import plan_of, read_quantization
@@ -157,8 +156,3 @@ def test_a_description_that_is_no_json_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "quant_model_description.json").write_text("{")
     with pytest.raises(DamagedModel, match=r"quant_model_description\.json"):
         read_quantization(files, requested="ascend")
-
-
-def test_several_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size is 2 and --quantization is ascend"):
-        EngineConfig(model=ModelConfig(model="m", quantization="ascend"), tensor_parallel_size=2)

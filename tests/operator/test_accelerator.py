@@ -43,10 +43,6 @@ SOFT: dict[str, Any] = {"podTemplate": {"metadata": {"annotations": {"huawei.com
         (merged(VLLM, {"accelerator": {"profile": "ascend910c", "count": 1}}), "set a multiple of 2"),
         (merged(VLLM, {"accelerator": {"profile": "hami-ascend910c", "count": 3}}), "set a multiple of 2"),
         (
-            {"accelerator": {"count": 4}, "runtime": {"extraArgs": ["--quantization=ascend"]}},
-            "does not divide among devices: set 1",
-        ),
-        (
             {"accelerator": {"profile": "ascend310p"}, "model": {"dtype": "bfloat16"}},
             "spec.model.dtype is bfloat16; a 310P computes in float16 only",
         ),

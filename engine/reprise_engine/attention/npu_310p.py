@@ -9,11 +9,11 @@ lengths of queries and keys apart. So nothing can mistake a cache hit for a cold
 mask with a row a query; windows are part of it, so with a window all rows go there. Block ids are validated by
 `runner/batch.py`. There is no log-sum-exp to be had: each request reads a shared prefix itself.
 
-What ATB's kernel does with float16 decides three things here (see `_split_scale`, `_HIDDEN`, `_MOST_ROWS`).
+What ATB's kernel does decides some things here: see `_split_scale`, `_HIDDEN`, `_MOST_ROWS` and `_MOST_REQUESTS`.
 
 Why not `_npu_paged_attention_splitfuse_v2`, whose mask is of a fixed size: torch_npu registers it whatever ATB there
 is, ATB has it from CANN 9.1 on only, and beyond 2,048 keys its kernel takes the mask of a tile of queries from the
-wrong rows unless the tile begins at a multiple of the block size, so that queries see keys after them.
+wrong rows where the tile has queries of two blocks, so that queries see up to 22 keys after them.
 
 Sources: vllm-ascend _310p/attention/attention_v1.py and attention_mask.py (182b75e: layout, which operator when, masks,
 `seq_len` on the host and `context_lens` on the device); op-plugin ops/atb/PagedAttention*.cpp and
@@ -40,6 +40,10 @@ row's first block of keys, the kernel would take -inf for its largest score so f
 _MOST_ROWS = 1024
 """Queries of one call of splitfuse attention. With 2,048 a service in production got wrong answers without an error,
 with 1,024 never (field report of 2026-07-08); the sources do not say why."""
+_MOST_DECODES = 511
+_MOST_REQUESTS = 255
+"""Of one call, for a part of an NPU (vNPU) that has one core: each core keeps the lengths of its requests in a buffer
+with room for so many, and goes on beyond it."""
 _ACL_FORMAT_FRACTAL_NZ = 29
 _NZ_COLUMN = 16
 _OPERATORS = ("_npu_reshape_and_cache", "_npu_paged_attention", "_npu_paged_attention_splitfuse")
@@ -67,20 +71,21 @@ class Call:
 
 def split_into_calls(query_lens: tuple[int, ...], kv_lens: tuple[int, ...], *, masked: bool) -> tuple[Call, ...]:
     """All rows of the step in their order: decodes apart from others, unless `masked` (each row then needs a mask), and
-    _MOST_ROWS a call at most. Where a request is cut, the keys of its first queries end with the last of those."""
+    no more in a call than it takes. Where a request is cut, the keys of its first queries end with the last of those.
+    """
     pieces: list[list[tuple[int, int, int]]] = []  # of each call: (request, queries, keys)
     kinds: list[bool] = []
-    room = 0
+    room = 0  # rows that the last call still takes
     for request, (queries, keys) in enumerate(zip(query_lens, kv_lens, strict=True)):
         decodes = queries == 1 and not masked
-        if kinds and decodes != kinds[-1]:
+        if kinds and (decodes != kinds[-1] or (len(pieces[-1]) == _MOST_REQUESTS and not decodes)):
             room = 0
         left = queries
         while left:
             if not room:
                 pieces.append([])
                 kinds.append(decodes)
-                room = _MOST_ROWS
+                room = _MOST_DECODES if decodes else _MOST_ROWS
             taken = min(left, room)
             left -= taken
             room -= taken

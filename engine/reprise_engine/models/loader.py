@@ -141,14 +141,15 @@ def load_model(
     progress(LoadProgress(stage))
     if plan is not None:
         logger.info("%s: %s", plan.source.name, plan.summary())
-        module = load_quantized(files, spec, plan, _TORCH_DTYPES[dtype])
+        module = load_quantized(files, spec, plan, _TORCH_DTYPES[dtype], place=place)
         if chip is not None:
             use_npu_operators(module, _TORCH_DTYPES[dtype])
     elif place is not None:
         module = _load_part(files, spec, _TORCH_DTYPES[dtype], place)
-        spec = rank_spec(spec, place.size)
     else:
         module = _load_weights(files, spec, _TORCH_DTYPES[dtype])
+    if place is not None:
+        spec = rank_spec(spec, place.size)
     if device.type == "cpu" and dtype == "bfloat16":
         upcast_activations(module)
     module = module.to(device)  # type: ignore[arg-type]  # transformers types `to` for its own mixin

@@ -10,6 +10,7 @@ Axis letters as in `w8a8.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from reprise_engine.models.files import ModelFiles
 from reprise_engine.models.quantization import QuantizationPlan, Scheme
 from reprise_engine.models.spec import ModelSpec
 from reprise_engine.models.w8a8 import BiasedNorm, W8A8DynamicLinear, W8A8Experts, W8A8StaticLinear
+from reprise_engine.parallel.layers import HEAD, drop_head
+from reprise_engine.parallel.shard import CUT_BY_INPUTS, Place, rank_spec
+from reprise_engine.parallel.weights import piece_of
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _INT8_MOST_INPUTS = 2**17 - 1
@@ -30,9 +34,14 @@ _INT8_MOST_INPUTS = 2**17 - 1
 
 
 class Tensors:
-    """The tensors of a folder's safetensors, each to be taken once: what is left over was not understood."""
+    """The tensors of a folder's safetensors, each to be taken once: what is left over was not understood.
 
-    def __init__(self, files: ModelFiles) -> None:
+    With a `place` they are that rank's parts, of which alone memory is taken. `spec` is the whole model's.
+    """
+
+    def __init__(self, files: ModelFiles, spec: ModelSpec, place: Place | None) -> None:
+        self._spec = spec
+        self.place = place
         self._opened: dict[str, Any] = {}
         for path in files.weight_paths():
             try:
@@ -49,29 +58,48 @@ class Tensors:
         return sorted(self._opened)
 
     def take(self, name: str) -> torch.Tensor:
-        """Raises DamagedModel where there is none of that name."""
-        opened = self._opened.pop(name, None)
-        if opened is None:
-            raise DamagedModel(f"The weights lack {name}. The checkpoint is incomplete or its description another's.")
+        """Raises DamagedModel where there is none of that name, or none that ranks could have parts of."""
+        shape = self.whole_shape(name)
+        opened = self._opened.pop(name)
         try:
-            tensor: torch.Tensor = opened.get_tensor(name)
+            tensor: torch.Tensor
+            if self.place is None:
+                tensor = opened.get_tensor(name)
+            else:
+                tensor = piece_of(name, opened.get_slice(name), shape, self._spec, self.place)[...]
         except (OSError, SafetensorError) as error:
             raise DamagedModel(f"{name} cannot be read: {error}") from error
         return tensor
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor in the files. Raises DamagedModel where there is none of that name."""
+        opened = self._opened.get(name)
+        if opened is None:
+            raise DamagedModel(f"The weights lack {name}. The checkpoint is incomplete or its description another's.")
+        return tuple(opened.get_slice(name).get_shape())
 
     def drop(self, name: str) -> None:
         """Of what is not needed."""
         self._opened.pop(name, None)
 
 
-def load_quantized(files: ModelFiles, spec: ModelSpec, plan: QuantizationPlan, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in host memory, float tensors in `dtype`. Raises DamagedModel or UnsupportedModel."""
+def load_quantized(
+    files: ModelFiles, spec: ModelSpec, plan: QuantizationPlan, dtype: torch.dtype, *, place: Place | None = None
+) -> PreTrainedModel:
+    """The model in host memory, float tensors in `dtype`; with a `place` that rank's part of it, to be made whole by
+    `connect_ranks`. `spec` is the whole model's. Raises DamagedModel or UnsupportedModel."""
     if files.weights != "safetensors":
         raise UnsupportedModel(
             f"{files.folder} has weights as {files.weights}; quantised ones are read as safetensors."
         )
-    module = _empty_model(spec, dtype)
-    tensors = Tensors(files)
+    module = _empty_model(spec if place is None else rank_spec(spec, place.size), dtype)
+    tensors = Tensors(files, spec, place)
+    if place is not None and place.rank > 0:
+        drop_head(module)
+        plan = replace(plan, schemes={name: scheme for name, scheme in plan.schemes.items() if name != HEAD})
+        for name in tensors.names():
+            if name.startswith(f"{HEAD}."):
+                tensors.drop(name)
     for name, scheme in _linear_layers(module, plan).items():
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
@@ -148,12 +176,16 @@ def _read_linear(
     if scheme == "W8A8":
         tensors.drop(f"{name}.weight_scale")  # of which deq_scale is made
         # `bias` is in quant_bias already (ascendv1.py, on_w8a8_static).
+        input_offset_1 = _floats(tensors, f"{name}.input_offset", 1)
+        quant_bias_O = _flat(tensors, f"{name}.quant_bias", outputs, torch.int32)
+        if _is_later_part(tensors.place, name):
+            quant_bias_O = _own_correction(weight_OI, input_offset_1)
         return W8A8StaticLinear(
             weight_OI=weight_OI,
             input_scale_1=_floats(tensors, f"{name}.input_scale", 1),
-            input_offset_1=_floats(tensors, f"{name}.input_offset", 1),
+            input_offset_1=input_offset_1,
             deq_scale_O=_read_deq_scale(tensors, f"{name}.deq_scale", outputs),
-            quant_bias_O=_flat(tensors, f"{name}.quant_bias", outputs, torch.int32),
+            quant_bias_O=quant_bias_O,
         )
     for tensor in ("quant_bias", "input_scale", "input_offset", "deq_scale"):
         tensors.drop(f"{name}.{tensor}")  # of W8A8_MIX
@@ -163,12 +195,28 @@ def _read_linear(
     )
 
 
+def _is_later_part(place: Place | None, name: str) -> bool:
+    """Whether what the layer computes here is a part of a sum, and not its first."""
+    return place is not None and place.rank > 0 and name.rpartition(".")[2] in CUT_BY_INPUTS
+
+
+def _own_correction(weight_OI: torch.Tensor, input_offset_1: torch.Tensor) -> torch.Tensor:
+    """What takes back the offset of these inputs, (O,) int32: the share of quant_bias that belongs to them.
+
+    vllm-ascend leaves all of it to the first rank. Then the parts are larger than what they add up to, by the offset
+    times a sum of weights, and 16 bits, in which an NPU sums them, have less left for the rest.
+    """
+    sums_O = weight_OI.sum(1, dtype=torch.int32)
+    return (-input_offset_1.double() * sums_O).round().to(torch.int32)
+
+
 def _read_weight(tensors: Tensors, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    whole = tensors.whole_shape(f"{name}.weight")
     weight_OI = _checked(f"{name}.weight", tensors.take(f"{name}.weight"), shape)
     if weight_OI.dtype != torch.int8:
         raise DamagedModel(f"{name}.weight is {_word(weight_OI)}; a quantised one is int8.")
-    if shape[1] > _INT8_MOST_INPUTS:
-        raise UnsupportedModel(f"{name} has {shape[1]} inputs; quantised layers have at most {_INT8_MOST_INPUTS}.")
+    if whole[1] > _INT8_MOST_INPUTS:
+        raise UnsupportedModel(f"{name} has {whole[1]} inputs; quantised layers have at most {_INT8_MOST_INPUTS}.")
     return weight_OI
 
 

@@ -13,6 +13,7 @@ Axis letters: T tokens, I inputs, O outputs, E experts, M inner size of an exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -30,7 +31,11 @@ class W8A8Layer(nn.Module):
 
 
 class W8A8StaticLinear(W8A8Layer):
-    """`weight` (O, I) int8; `input_scale`, `input_offset` (1,), `deq_scale` (O,) float32; `quant_bias` (O,) int32."""
+    """`weight` (O, I) int8; `input_scale`, `input_offset` (1,), `deq_scale` (O,) float32; `quant_bias` (O,) int32.
+
+    Of several ranks that have some inputs each, `sum_over` adds up the integers, so every number of them computes the
+    same to the last bit.
+    """
 
     def __init__(
         self,
@@ -47,12 +52,20 @@ class W8A8StaticLinear(W8A8Layer):
         self.input_offset = constant(input_offset_1)
         self.deq_scale = constant(deq_scale_O)
         self.quant_bias = constant(quant_bias_O)
+        self._total: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def sum_over(self, total: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """`total` gets this rank's sums, (T, O) int32, with its share of quant_bias, and returns those of all ranks."""
+        self._total = total
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., I) float32. Returns (..., O) float32."""
         rows_TI = x.reshape(-1, x.shape[-1])
         sums_TO = int8_matmul(quantize_static(rows_TI, self.input_scale, self.input_offset), self.weight)
-        out_TO = sums_TO.add_(self.quant_bias).to(torch.float32).mul_(self.deq_scale)
+        sums_TO += self.quant_bias
+        if self._total is not None:
+            sums_TO = self._total(sums_TO)
+        out_TO = sums_TO.to(torch.float32).mul_(self.deq_scale)
         return out_TO.view(*x.shape[:-1], -1)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from reprise_engine.models.npu_w8a8 import NPUW8A8StaticLinear
+from reprise_engine.models.w8a8 import W8A8StaticLinear
 from reprise_engine.parallel.group import Group
+from reprise_engine.parallel.shard import CUT_BY_INPUTS
 
-_CUT_BY_INPUTS = ("o_proj", "down_proj", "experts")
+HEAD = "lm_head"
+_SUMMED = (*CUT_BY_INPUTS, "experts")
 """Modules of a layer whose output is this rank's part of a sum."""
-_HEAD = "lm_head"
 
 
 class SummedOverRanks(nn.Module):
@@ -35,12 +38,30 @@ class NoHead(nn.Module):
 
 def drop_head(model: nn.Module) -> None:
     """Gives up the output embedding. Mutates this instance only."""
-    setattr(model, _HEAD, NoHead())
+    setattr(model, HEAD, NoHead())
 
 
 def connect_ranks(model: nn.Module, group: Group) -> None:
-    """Has `model`, which holds this rank's weights, add up what the ranks compute. Mutates this instance only."""
+    """Has `model`, which holds this rank's weights, add up what the ranks compute. Mutates this instance only.
+
+    Raises LostRank: of a quantised model the ranks share out biases here.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if name in _CUT_BY_INPUTS:
+            if name not in _SUMMED:
+                continue
+            if isinstance(child, W8A8StaticLinear | NPUW8A8StaticLinear):
+                _share_bias(child.quant_bias, group)
+            if isinstance(child, W8A8StaticLinear):
+                child.sum_over(group.sum)
+            else:
                 setattr(parent, name, SummedOverRanks(child, group))
+
+
+def _share_bias(quant_bias_O: nn.Parameter, group: Group) -> None:
+    """Ranks from 1 on hold what belongs to their own inputs (quantized_weights.py); the first, which has read what
+    belongs to all, keeps the rest. The shares add up to what was read, in integers."""
+    is_first = group.place.rank == 0
+    others_O = group.sum(torch.zeros_like(quant_bias_O) if is_first else quant_bias_O.detach().clone())
+    if is_first:
+        quant_bias_O.data -= others_O

@@ -4,6 +4,9 @@ As in Megatron-LM (Shoeybi et al. 2019): queries, keys, values, gate and up are 
 down_proj by their inputs, so what a rank computes between the two needs nobody, and one sum over the ranks ends each
 half of a layer. Experts of a mixture are cut like an MLP, each by its intermediate size. Embedding, norms, router are
 whole on every rank. Where there are fewer key/value heads than ranks, several ranks hold the same one.
+
+Of a quantised layer (models/w8a8.py) what there is for each output goes with its outputs: weight_scale, weight_offset,
+deq_scale, quant_bias. input_scale and input_offset are the layer's, so they are whole on every rank.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 FLAG = "--tensor-parallel-size"
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Definitions whose weights have the names below."""
+CUT_BY_INPUTS = ("o_proj", "down_proj")
+"""Linear layers whose outputs on the ranks are parts of a sum."""
+_OF_THE_LAYER = ("input_scale", "input_offset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,8 @@ def cut_of(name: str, shape: Sequence[int], spec: ModelSpec, place: Place) -> Cu
     Names are those of checkpoints (one matrix an expert) and of the definitions (one tensor for all experts).
     """
     module, kind = _module_and_kind(name)
+    if kind in _OF_THE_LAYER:
+        return None
     match module:
         case "q_proj":
             return _heads(0, place.part(spec.num_heads), spec.head_dim)
@@ -135,7 +143,8 @@ def cut_of(name: str, shape: Sequence[int], spec: ModelSpec, place: Place) -> Cu
 def is_zero(name: str, place: Place) -> bool:
     """Whether the rank has zeros in the place of the weight: what is added after a sum over the ranks is added once, by
     the first of them."""
-    return place.rank > 0 and _module_and_kind(name) in (("o_proj", "bias"), ("down_proj", "bias"))
+    module, kind = _module_and_kind(name)
+    return place.rank > 0 and kind == "bias" and module in CUT_BY_INPUTS
 
 
 def _module_and_kind(name: str) -> tuple[str, str]:

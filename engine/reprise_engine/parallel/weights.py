@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from reprise_engine.errors import DamagedModel
 from reprise_engine.models.files import ModelFiles
 from reprise_engine.models.spec import ModelSpec
 from reprise_engine.parallel.shard import Cut, Place, cut_of, is_zero
@@ -31,15 +32,34 @@ class Piece:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self._cut.axis)
 
 
+def piece_of(name: str, source: Any, shape: tuple[int, ...], spec: ModelSpec, place: Place) -> Piece:
+    """The rank's part of the tensor `name`, of which `shape` is all. `spec` is the whole model's.
+
+    Raises DamagedModel where the parts of all ranks are not the whole tensor.
+    """
+    cut = cut_of(name, shape, spec, place)
+    last = cut_of(name, shape, spec, Place(rank=place.size - 1, size=place.size))
+    if cut is not None and last is not None:
+        end = last.intervals[-1][1]
+        if cut.axis >= len(shape) or shape[cut.axis] != end:
+            raise DamagedModel(
+                f"{name} is {list(shape)}, of which the ranks have parts up to {end} along axis {cut.axis}: it is not "
+                "as large as config.json says, or cannot be divided."
+            )
+    return Piece(source, cut, zero=is_zero(name, place))
+
+
 @contextmanager
 def rank_weights(
     files: ModelFiles, spec: ModelSpec, place: Place, *, unpack: Callable[[], Mapping[str, torch.Tensor]]
 ) -> Iterator[dict[str, Piece]]:
     """The rank's part of every tensor of the checkpoint, by name. `spec` is the whole model's. The files stay open
-    inside the block. `unpack` gives the tensors of a GGUF file, which can only be unpacked as a whole."""
+    inside the block. `unpack` gives the tensors of a GGUF file, which can only be unpacked as a whole.
+
+    Raises DamagedModel."""
     with ExitStack() as open_files:
         yield {
-            name: Piece(source, cut_of(name, shape, spec, place), zero=is_zero(name, place))
+            name: piece_of(name, source, shape, spec, place)
             for name, source, shape in _tensors(files, open_files, unpack)
         }
 

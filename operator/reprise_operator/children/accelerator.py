@@ -8,7 +8,7 @@ from typing import Any
 
 from reprise_operator.children.profiles import PROFILES, Profile
 from reprise_operator.resource import InferenceService
-from reprise_operator.spec_types import DriverMode, Runtime
+from reprise_operator.spec_types import DriverMode
 
 HWHIAIUSER_GROUP = 1000
 """Group of /dev/davinci* on a node with the Ascend driver; a container without CAP_DAC_OVERRIDE must be in it."""
@@ -26,7 +26,6 @@ VOLCANO = "volcano"
 _POLICY = "huawei.com/schedule_policy"
 _SUPER_POD = "sp-block"
 _SERVER_LABEL = "accelerator-type"
-_QUANTIZATION = re.compile(r"--quantization(=|$)|-q")
 _VIRTUAL = re.compile(r"^huawei\.com/Ascend(910|310P)-\d+c(\.[a-z0-9.]+)?$")
 
 
@@ -47,24 +46,12 @@ def is_virtual(resource: str | None) -> bool:
 
 
 def device_count(service: InferenceService) -> int:
-    """Devices of one pod; 0 on a CPU."""
+    """Devices of one pod, which compute together; 0 on a CPU."""
     profile = profile_of(service)
     if not profile.is_npu:
         return 0
     least = 1 if is_virtual(service.spec.accelerator.resource_name) else profile.minimum
     return service.spec.accelerator.count or least
-
-
-def rank_count(service: InferenceService) -> int:
-    """Devices of one pod that compute together. Our engine does not divide quantised layers: of a card one device has
-    them all."""
-    quantised = service.spec.runtime.name is Runtime.REPRISE and is_quantised(service.spec.runtime.extra_args)
-    return min(1, device_count(service)) if quantised else device_count(service)
-
-
-def is_quantised(arguments: Sequence[str]) -> bool:
-    """Whether the user asks the engine for quantised weights."""
-    return any(_QUANTIZATION.match(argument) for argument in arguments)
 
 
 def container_resources(service: InferenceService) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from reprise_operator.children.accelerator import profile_of, rank_count
+from reprise_operator.children.accelerator import device_count, profile_of
 from reprise_operator.children.memory import MemoryPlan
 from reprise_operator.children.prefix_cache import cache_args
 from reprise_operator.naming import digest
@@ -114,8 +114,8 @@ def _eager(service: InferenceService) -> list[str]:
 
 
 def _together(service: InferenceService) -> list[str]:
-    ranks = rank_count(service)
-    return ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+    devices = device_count(service)
+    return ["--tensor-parallel-size", str(devices)] if devices > 1 else []
 
 
 def _on_cpu(arguments: Sequence[str]) -> bool:
