@@ -34,7 +34,8 @@ _LARGEST_ROW_310P = 128 * 128
 _MOST_KEYS_310P = 5119 * 128
 """Of a request: what the kernel keeps of a block table has room for so many blocks."""
 _MOST_SUMMED_310P = 65504
-"""The kernel rounds a row's sum of weights, each of 1 at most, to float16."""
+"""The kernel rounds a row's sum of weights, each of 1 at most, to float16. Sine and cosine, of which rotary embeddings
+are made, are specified as far (CANN ops-math, aclnnCos.md)."""
 _MOST_REQUESTS = {Chip.A2: 4096, Chip.P310: 2048}
 """Entries of the operators' lists of lengths."""
 
@@ -98,8 +99,8 @@ def check_npu_length(chip: Chip, *, max_model_len: int) -> str | None:
     if max_model_len > _MOST_SUMMED_310P:
         return (
             f"--max-model-len is {max_model_len}: beyond {_MOST_SUMMED_310P} tokens an NPU {chip.value} may sum the "
-            "weights of attention to more than float16 holds, and answers would be worse without an error. Compare "
-            "answers to long prompts with those of another device, or lower it."
+            "weights of attention to more than float16 holds, sines of positions are not specified, and answers would "
+            "be worse without an error. Compare answers to long prompts with those of another device, or lower it."
         )
     return None
 
