@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reprise_operator.naming import NAME_LABEL
 from reprise_operator.workqueue import Backoff
 from tests.operator.operator_process import Process, ended
 from tests.support.apiserver import ApiServer, start_api_server
@@ -40,28 +42,35 @@ class Scene:
     wire: RequestRecorder
     operator: Process
 
-    def change(self, length: int) -> None:
+    def change(self, length: int, name: str = "qwen") -> None:
         """Something that reaches the pods."""
-        self.kubectl.patch("inferenceservice", "qwen", {"spec": {"model": {"maxModelLen": length}}})
+        self.kubectl.patch("inferenceservice", name, {"spec": {"model": {"maxModelLen": length}}})
 
-    def runs_with(self, length: int) -> bool:
+    def runs_with(self, length: int, name: str = "qwen") -> bool:
         """Whether the Deployment and the status are those of that change."""
-        return runs_with(self.kubectl, length)
+        return runs_with(self.kubectl, length, name)
 
-    def rest(self, *, seconds: float = 3.0, at_most: int = 0) -> None:
-        """Comes to rest, and then sends no more than `at_most` requests in so many seconds, none of them a write."""
-        eventually(lambda: self._quiet(1.0) == 0, f"it comes to rest: {self.operator.log()[-2000:]}", within=40)
-        assert self._quiet(seconds) <= at_most
+    def rest(self, *, seconds: float = 3.0) -> None:
+        """Comes to rest, which is a second without a request, and then sends none in so many seconds."""
+        sent, since = -1, 0.0
 
-    def _quiet(self, seconds: float) -> int:
-        before = len(self.wire.requests())
+        def quiet() -> bool:
+            nonlocal sent, since
+            if (now := self._sent()) != sent:
+                sent, since = now, time.monotonic()
+            return time.monotonic() - since >= 1.0
+
+        eventually(quiet, f"it comes to rest: {self.operator.log()[-2000:]}", within=40)
         time.sleep(seconds)
-        return len([request for request in self.wire.requests()[before:] if not request.is_watch])
+        assert self._sent() == sent
+
+    def _sent(self) -> int:
+        return sum(not request.is_watch for request in self.wire.requests())
 
 
-def runs_with(kubectl: Kubectl, length: int) -> bool:
-    body = kubectl.get("inferenceservice", "qwen") or {}
-    deployment = kubectl.get("deployment", "qwen")
+def runs_with(kubectl: Kubectl, length: int, name: str = "qwen") -> bool:
+    body = kubectl.get("inferenceservice", name) or {}
+    deployment = kubectl.get("deployment", name)
     if deployment is None or (body.get("status") or {}).get("observedGeneration") != body["metadata"]["generation"]:
         return False
     args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -86,14 +95,11 @@ def scene(kubectl: Kubectl, tmp_path: Path) -> Iterator[Scene]:
             wire.interfere(None)
 
 
-def is_for(method: str, plural: str, *, subresource: str | None = None) -> Callable[[Request], bool]:
-    def matches(request: Request) -> bool:
-        parts = request.path.split("/")
-        tail = parts[-2] if subresource is None else "/".join((parts[-3], parts[-1]))
-        wanted = plural if subresource is None else f"{plural}/{subresource}"
-        return request.method == method and tail == wanted
-
-    return matches
+def is_for(
+    method: str, plural: str, *, subresource: str | None = None, name: str = "qwen"
+) -> Callable[[Request], bool]:
+    tail = [plural, name] if subresource is None else [plural, name, subresource]
+    return lambda request: request.method == method and request.path.split("/")[-len(tail) :] == tail
 
 
 class Times:
@@ -115,37 +121,57 @@ class Times:
 # Answers that are none ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [409, 429, 500, 503])
-@pytest.mark.parametrize(
-    "matches",
-    [
-        pytest.param(is_for("PATCH", "deployments"), id="apply"),
-        pytest.param(is_for("PATCH", "inferenceservices", subresource="status"), id="status"),
-        pytest.param(is_for("GET", "inferenceservices"), id="read"),
-    ],
-)
-def test_a_refusal_is_tried_again_and_not_at_once(
-    scene: Scene, status: int, matches: Callable[[Request], bool]
-) -> None:
-    rule = Times(matches, Answer(status=status), 3)
-    scene.wire.interfere(rule)
-    scene.change(1111)
-    eventually(lambda: scene.runs_with(1111), f"{status} is overcome: {scene.operator.log()[-2000:]}", within=30)
-    assert len(rule.seen) >= 4
-    # Each pause is the back-off's at its shortest or longer, unless news came in between (the Deployment's own events).
-    pauses = [later - earlier for earlier, later in zip(rule.seen[:3], rule.seen[1:4], strict=True)]
-    assert sum(pauses) >= 3 * BACKOFF.base * (1 - BACKOFF.jitter)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """What is refused to one service, how often, and how long at least it takes to come through."""
+
+    rule: Times
+    count: int
+    least: float
+
+
+def refusals() -> dict[str, Refusals]:
+    """By the name of the service that gets them: each answer to each request, and one that asks for a pause."""
+    found: dict[str, Refusals] = {}
+    for status in (409, 429, 500, 503):
+        for what, method, plural, subresource in (
+            ("apply", "PATCH", "deployments", None),
+            ("status", "PATCH", "inferenceservices", "status"),
+            ("read", "GET", "inferenceservices", None),
+        ):
+            name = f"{what}-{status}"
+            matches = is_for(method, plural, subresource=subresource, name=name)
+            # Each pause is the back-off's at its shortest or longer, unless news came in between (the Deployment's own
+            # events).
+            least = 3 * BACKOFF.base * (1 - BACKOFF.jitter)
+            found[name] = Refusals(rule=Times(matches, Answer(status=status), 3), count=3, least=least)
+    pause = Answer(status=429, headers={"Retry-After": "4"})
+    matches = is_for("PATCH", "deployments", name="asks-for-a-pause")
+    found["asks-for-a-pause"] = Refusals(rule=Times(matches, pause, 1), count=1, least=4.0)
+    return found
+
+
+def test_a_refusal_is_tried_again_and_not_at_once(scene: Scene) -> None:
+    """All of them at the same time, each of a service of its own."""
+    refused = refusals()
+    scene.kubectl.apply(*({**SERVICE, "metadata": {"name": name}} for name in refused))
+    for name in refused:
+        eventually(partial(scene.kubectl.list, "pods", f"{NAME_LABEL}={name}"), f"a pod of {name}")
+    scene.rest(seconds=0.5)
+
+    rules = [each.rule for each in refused.values()]
+    scene.wire.interfere(lambda request: next((found for rule in rules if (found := rule(request))), None))
+    for name in refused:
+        scene.change(1111, name)
+    for name in refused:
+        told = f"{name} is overcome: {scene.operator.log()[-2000:]}"
+        eventually(partial(scene.runs_with, 1111, name), told, within=30)
+    for name, each in refused.items():
+        assert len(each.rule.seen) > each.count, f"{name}: it was refused {len(each.rule.seen)} times"
+        assert each.rule.seen[each.count] - each.rule.seen[0] >= each.least, name
     scene.rest()
     assert scene.operator.get("probes", "/healthz") == (200, "ok")
     assert scene.operator.metric('reprise_operator_reconcile_total{outcome="error"}') == 0.0
-
-
-def test_a_server_that_asks_for_a_pause_gets_it(scene: Scene) -> None:
-    rule = Times(is_for("PATCH", "deployments"), Answer(status=429, headers={"Retry-After": "4"}), 1)
-    scene.wire.interfere(rule)
-    scene.change(1112)
-    eventually(lambda: scene.runs_with(1112), "it is done later", within=20)
-    assert rule.seen[1] - rule.seen[0] >= 4.0
 
 
 def test_a_refusal_that_stays_costs_less_and_less(scene: Scene) -> None:
@@ -153,9 +179,9 @@ def test_a_refusal_that_stays_costs_less_and_less(scene: Scene) -> None:
     scene.wire.interfere(rule)
     scene.change(1113)
     eventually(lambda: rule.seen, "it tries")
-    time.sleep(10)
-    # 0.5, 1, 2, 4 … seconds apart, each shorter by a quarter at most: after 10 s the sixth try has not come.
-    assert 3 <= len(rule.seen) <= 6, rule.seen
+    time.sleep(5)
+    # 0.5, 1, 2, 4 … seconds apart, each shorter by a quarter at most: after 5 s the fifth try has not come.
+    assert 3 <= len(rule.seen) <= 5, rule.seen
     scene.wire.interfere(None)
     eventually(lambda: scene.runs_with(1113), "and it is not forgotten", within=30)
 
