@@ -92,7 +92,7 @@ class Bench:
         return Key(self.kubectl.namespace, NAME)
 
     def apply(self, spec: dict[str, Any] | None = None, *, name: str = NAME) -> None:
-        self.kubectl.apply(
+        self.kubectl.put(
             {
                 "apiVersion": "serving.reprise.io/v1alpha1",
                 "kind": "InferenceService",

@@ -109,8 +109,8 @@ def misfortunes(crd_server: ApiServer, tmp_path_factory: pytest.TempPathFactory)
 
         def pair(name: str) -> Pair:
             kubectl = Kubectl(kubeconfig=admin.kubeconfig, namespace=f"{name}-{uuid.uuid4().hex[:8]}")
-            kubectl.apply(namespace(kubectl.namespace))
-            stack.callback(kubectl, "delete", "namespace", kubectl.namespace, "--wait=false")
+            kubectl.put(namespace(kubectl.namespace))
+            stack.callback(kubectl.delete_namespace)
             folder = tmp_path_factory.mktemp(name)
             lease = ("-n", kubectl.namespace, "--lease-namespace", kubectl.namespace)
             wire = stack.enter_context(recording(kubectl.kubeconfig, folder=folder))
