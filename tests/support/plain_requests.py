@@ -50,6 +50,17 @@ class _Server:
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
     ) -> tuple[int, Manifest]:
         """Status and answer; raises NotAnswered without an answer in JSON. A body is a merge patch or a new object."""
+        status, data = self.send(method, path, query=query, body=body)
+        try:
+            found: Manifest = json.loads(data)
+        except ValueError as error:
+            raise NotAnswered(f"{method} {path}: {error}") from error
+        return status, found
+
+    def send(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """The same, whatever the answer consists of."""
         headers = {**self.credentials.headers, "Accept": "application/json", "User-Agent": "kubectl (tests)"}
         if body is not None:
             headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
@@ -62,10 +73,9 @@ class _Server:
                 timeout=TIMEOUT,
                 retries=False,
             )
-            found: Manifest = json.loads(answer.data)
-        except (urllib3.exceptions.HTTPError, ValueError) as error:
+        except urllib3.exceptions.HTTPError as error:
             raise NotAnswered(f"{method} {path}: {error}") from error
-        return answer.status, found
+        return answer.status, answer.data
 
     def read(self, path: str) -> Manifest:
         status, body = self.request("GET", path)
@@ -108,6 +118,11 @@ def get(kubeconfig: Path, namespace: str, kind: str, name: str) -> Manifest | No
     if status != 200:
         raise NotAnswered(f"get {kind} {name}: {status}")
     return body
+
+
+def answers(kubeconfig: Path, path: str) -> bool:
+    """Whether `kubectl get --raw` of this path would succeed. Raises NotAnswered where the API server is not there."""
+    return _server(kubeconfig).send("GET", path)[0] == 200
 
 
 def get_all(kubeconfig: Path, namespace: str, kind: str, selector: str) -> list[Manifest]:
