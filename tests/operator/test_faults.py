@@ -6,7 +6,9 @@ answers in the API server's place, or keeps a watch's events to itself.
 
 from __future__ import annotations
 
+import contextlib
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -299,29 +301,62 @@ def test_a_watch_that_falls_silent_is_opened_anew_and_nothing_is_lost(scene: Sce
     assert scene.operator.get("probes", "/healthz") == (200, "ok")
 
 
-@pytest.mark.parametrize("plural", ["inferenceservices", "deployments", "pods"])
-def test_a_watch_that_lives_and_does_not_deliver_turns_the_probe_red(
-    kubectl: Kubectl, tmp_path: Path, plural: str
-) -> None:
-    """Fault 16. The stream and its bookmarks come through, so nothing in HTTP tells; the passes' own reads do."""
-    with recording(kubectl.kubeconfig, folder=tmp_path) as wire:
-        arguments = ("--resync-seconds=1", "--scrape-seconds=1", "--watch-patience-seconds=3")
-        with ended(Process(wire.kubeconfig, tmp_path / "o.log", "-n", kubectl.namespace, *arguments)) as operator:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """An operator in a namespace of its own, and the kind whose events will not come through to it."""
+
+    plural: str
+    kubectl: Kubectl
+    wire: RequestRecorder
+    operator: Process
+
+    def is_deaf(self, request: Request) -> Deaf | None:
+        return Deaf() if request.is_watch and f"/{self.plural}" in request.path else None
+
+
+@pytest.fixture
+def watching(crd_server: ApiServer, tmp_path: Path) -> Iterator[list[Watching]]:
+    """One for each kind, and they need not wait for each other."""
+    arguments = ("--resync-seconds=1", "--scrape-seconds=1", "--watch-patience-seconds=3")
+    with contextlib.ExitStack() as stack:
+        found = []
+        for plural in ("inferenceservices", "deployments", "pods"):
+            kubectl = Kubectl(kubeconfig=crd_server.kubeconfig_path, namespace=f"deaf-{uuid.uuid4().hex[:8]}")
+            kubectl.put(namespace(kubectl.namespace))
+            stack.callback(kubectl.delete_namespace)
+            (folder := tmp_path / plural).mkdir()
+            wire = stack.enter_context(recording(kubectl.kubeconfig, folder=folder))
+            process = Process(wire.kubeconfig, folder / "o.log", "-n", kubectl.namespace, *arguments)
+            operator = stack.enter_context(ended(process))
             operator.wait_ready()
-            kubectl.apply(SERVICE)
-            eventually(lambda: kubectl.list("pods"), "there is a pod")
-            time.sleep(5)
-            assert operator.get("probes", "/healthz") == (200, "ok"), "a watch that delivers is never called dead"
-            wire.interfere(lambda request: Deaf() if request.is_watch and f"/{plural}" in request.path else None)
-            kubectl.patch("inferenceservice", "qwen", {"spec": {"model": {"maxModelLen": 1118}}})
-            eventually(lambda: runs_with(kubectl, 1118), "the resync does what the watch did not tell of", within=20)
-            eventually(lambda: operator.get("probes", "/healthz")[0] == 503, "the probe is red", within=20)
-            told = operator.get("probes", "/healthz")[1]
-            assert told.startswith(f"the watch of {plural} has owed an event for ")
-            assert operator.metric(f'reprise_operator_watch_behind_seconds{{resource="{plural}"}}') > 3.0
-            other = "services"
-            assert operator.metric(f'reprise_operator_watch_behind_seconds{{resource="{other}"}}') == 0.0
-        wire.interfere(None)
+            kubectl.put(SERVICE)
+            eventually(partial(kubectl.list, "pods"), "there is a pod")
+            found.append(Watching(plural=plural, kubectl=kubectl, wire=wire, operator=operator))
+        yield found
+        for each in found:
+            each.wire.interfere(None)
+
+
+def test_a_watch_that_lives_and_does_not_deliver_turns_the_probe_red(watching: list[Watching]) -> None:
+    """Fault 16. The stream and its bookmarks come through, so nothing in HTTP tells; the passes' own reads do."""
+    time.sleep(5)
+    for each in watching:
+        assert each.operator.get("probes", "/healthz") == (200, "ok"), "a watch that delivers is never called dead"
+    for each in watching:
+        each.wire.interfere(each.is_deaf)
+        each.kubectl.patch("inferenceservice", "qwen", {"spec": {"model": {"maxModelLen": 1118}}})
+    for each in watching:
+        done = f"the resync does what the watch of {each.plural} did not tell of"
+        eventually(partial(runs_with, each.kubectl, 1118), done, within=20)
+        eventually(partial(_is_red, each.operator), f"{each.plural}: the probe is red", within=20)
+        told = each.operator.get("probes", "/healthz")[1]
+        assert told.startswith(f"the watch of {each.plural} has owed an event for ")
+        assert each.operator.metric(f'reprise_operator_watch_behind_seconds{{resource="{each.plural}"}}') > 3.0
+        assert each.operator.metric('reprise_operator_watch_behind_seconds{resource="services"}') == 0.0
+
+
+def _is_red(operator: Process) -> bool:
+    return operator.get("probes", "/healthz")[0] == 503
 
 
 # Other people -------------------------------------------------------------------------------------------------------
