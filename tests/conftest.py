@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 
 from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.parallel import Scheduling, by_turns, workers
+
+# Engines, servers and tests share the cores. OpenMP's threads wait for each other awake by default, in the way of whom
+# they wait for: where the cores are taken that costs several times the work. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _VERSION_LINE = pytest.StashKey[str]()
 _TOLD_BY_WORKERS = "ran_on"
