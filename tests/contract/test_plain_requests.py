@@ -79,7 +79,7 @@ def history(kubectl: Kubectl, name: str, put: Callable[[Manifest], object]) -> l
         {"prefixCaching": {"enabled": True}},
         {"prefixCaching": {"enabled": True}},
     ]
-    found = []
+    found: list[Manifest] = []
     for labels, spec in zip(({"a": "b", "c": "d"}, {"c": "e"}, {}, {}), steps, strict=True):
         put({**SERVICE, "metadata": {"name": name, "labels": labels}, "spec": SERVICE["spec"] | spec})
         told_now = told(kubectl, "risvc", name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import reprise_engine
-from reprise_engine.kv.hashing import encode_tokens
+from reprise_engine.kv.hashing import TokenBytes, encode_tokens
 from reprise_engine.kv.manager import KVCacheManager
 from reprise_engine.kv.prefix_index import PrefixIndex
 from reprise_engine.step import BlockId
@@ -143,7 +143,8 @@ def test_a_leaf_is_found_among_its_siblings_by_a_binary_search() -> None:
     def removing(siblings: int) -> int:
         index = PrefixIndex()
         for number in range(siblings):
-            index.insert(None, (), CountedTokens(encode_tokens([number])), BlockId(number))
+            tokens = TokenBytes(CountedTokens(encode_tokens([number])))
+            index.insert(None, (), tokens, BlockId(number))
         CountedTokens.looks = 0
         index.remove(BlockId(siblings // 3))
         looks = CountedTokens.looks

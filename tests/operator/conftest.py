@@ -28,7 +28,8 @@ def kubectl(crd_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     kubectl = Kubectl(kubeconfig=crd_server.kubeconfig_path, namespace=f"op-{uuid.uuid4().hex[:8]}")
     kubectl.put(namespace(kubectl.namespace))
     if crd_server.has_controller_manager:
-        eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
+        account = "the namespace's service account"
+        eventually(lambda: kubectl.get("serviceaccount", "default"), account, every=0.03)
     yield kubectl
     kubectl.delete_namespace()
 

@@ -66,7 +66,7 @@ def start_api_server(kind: ApiServerKind = "auto", *, controllers: bool = True) 
             if not controllers:
                 assets = dataclasses.replace(assets, controller_manager=None)
             # 15 s are the default: each test of an autoscaler would wait for them.
-            flags = ["--horizontal-pod-autoscaler-sync-period=1s", "--kube-api-qps=300", "--kube-api-burst=600"]
+            flags = ["--horizontal-pod-autoscaler-sync-period=1s"]
             plane = stack.enter_context(running_control_plane(assets, folder, controller_manager_flags=flags))
             server = ApiServer(
                 plane.url,
