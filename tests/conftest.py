@@ -13,9 +13,9 @@ import pytest
 from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.parallel import Scheduling, by_turns, workers
 
-# Engines, servers and tests share the cores. OpenMP's threads wait for each other awake by default, in the way of whom
-# they wait for: where the cores are taken that costs several times the work. Read when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As a server starts its engine (engine_process.py), for the engines in this process too: OpenMP's threads wait for each
+# other awake, in the way of whom they wait for where the cores are taken. Read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "500")
 
 _VERSION_LINE = pytest.StashKey[str]()
 _TOLD_BY_WORKERS = "ran_on"

@@ -44,13 +44,13 @@ class Scene:
     wire: RequestRecorder
     operator: Process
 
-    def change(self, length: int, name: str = "qwen") -> None:
+    def change(self, length: int) -> None:
         """Something that reaches the pods."""
-        self.kubectl.patch("inferenceservice", name, {"spec": {"model": {"maxModelLen": length}}})
+        self.kubectl.patch("inferenceservice", "qwen", {"spec": {"model": {"maxModelLen": length}}})
 
-    def runs_with(self, length: int, name: str = "qwen") -> bool:
+    def runs_with(self, length: int) -> bool:
         """Whether the Deployment and the status are those of that change."""
-        return runs_with(self.kubectl, length, name)
+        return runs_with(self.kubectl, length)
 
     def rest(self, *, seconds: float = 3.0) -> None:
         """Comes to rest, which is a second without a request, and then sends none in so many seconds."""
@@ -130,6 +130,23 @@ class Refusals:
     rule: Times
     count: int
     least: float
+    change: Manifest
+    is_done: Callable[[Kubectl, str], bool]
+
+
+LONGER: Manifest = {"model": {"maxModelLen": 1111}}
+STICKY: Manifest = {"service": {"sessionAffinity": "ClientIP"}}
+
+
+def runs_longer(kubectl: Kubectl, name: str) -> bool:
+    return runs_with(kubectl, 1111, name)
+
+
+def is_sticky(kubectl: Kubectl, name: str) -> bool:
+    body = kubectl.get("inferenceservice", name) or {}
+    child = kubectl.get("service", name) or {"spec": {}}
+    seen = (body.get("status") or {}).get("observedGeneration") == body["metadata"]["generation"]
+    return seen and child["spec"].get("sessionAffinity") == "ClientIP"
 
 
 def refusals() -> dict[str, Refusals]:
@@ -143,13 +160,19 @@ def refusals() -> dict[str, Refusals]:
         ):
             name = f"{what}-{status}"
             matches = is_for(method, plural, subresource=subresource, name=name)
-            # Each pause is the back-off's at its shortest or longer, unless news came in between (the Deployment's own
-            # events).
+            # Each pause is the back-off's at its shortest or longer, unless news came in between.
             least = 3 * BACKOFF.base * (1 - BACKOFF.jitter)
-            found[name] = Refusals(rule=Times(matches, Answer(status=status), 3), count=3, least=least)
+            rule = Times(matches, Answer(status=status), 3)
+            if what == "status":
+                # What goes before is written, and a Deployment's own events would be news.
+                change, is_done = STICKY, is_sticky
+            else:
+                change, is_done = LONGER, runs_longer
+            found[name] = Refusals(rule=rule, count=3, least=least, change=change, is_done=is_done)
     pause = Answer(status=429, headers={"Retry-After": "4"})
     matches = is_for("PATCH", "deployments", name="asks-for-a-pause")
-    found["asks-for-a-pause"] = Refusals(rule=Times(matches, pause, 1), count=1, least=4.0)
+    rule = Times(matches, pause, 1)
+    found["asks-for-a-pause"] = Refusals(rule=rule, count=1, least=4.0, change=LONGER, is_done=runs_longer)
     return found
 
 
@@ -163,11 +186,11 @@ def test_a_refusal_is_tried_again_and_not_at_once(scene: Scene) -> None:
 
     rules = [each.rule for each in refused.values()]
     scene.wire.interfere(lambda request: next((found for rule in rules if (found := rule(request))), None))
-    for name in refused:
-        scene.change(1111, name)
-    for name in refused:
+    for name, each in refused.items():
+        scene.kubectl.patch("inferenceservice", name, {"spec": each.change})
+    for name, each in refused.items():
         told = f"{name} is overcome: {scene.operator.log()[-2000:]}"
-        eventually(partial(scene.runs_with, 1111, name), told, within=30)
+        eventually(partial(each.is_done, scene.kubectl, name), told, within=30)
     for name, each in refused.items():
         assert len(each.rule.seen) > each.count, f"{name}: it was refused {len(each.rule.seen)} times"
         assert each.rule.seen[each.count] - each.rule.seen[0] >= each.least, name
