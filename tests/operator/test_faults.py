@@ -146,7 +146,7 @@ def is_sticky(kubectl: Kubectl, name: str) -> bool:
     body = kubectl.get("inferenceservice", name) or {}
     child = kubectl.get("service", name) or {"spec": {}}
     seen = (body.get("status") or {}).get("observedGeneration") == body["metadata"]["generation"]
-    return seen and child["spec"].get("sessionAffinity") == "ClientIP"
+    return bool(seen and child["spec"].get("sessionAffinity") == "ClientIP")
 
 
 def refusals() -> dict[str, Refusals]:
