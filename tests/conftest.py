@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 
 from tests.support.apiserver import ApiServer, start_api_server
 from tests.support.parallel import Scheduling, by_turns, workers
+
+# As a server starts its engine (engine_process.py), for the engines in this process too: OpenMP's threads wait for each
+# other awake, in the way of whom they wait for where the cores are taken. Read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "500")
 
 _VERSION_LINE = pytest.StashKey[str]()
 _TOLD_BY_WORKERS = "ran_on"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from tests.support.apiserver import ApiServer
 from tests.support.cluster import install_crd
 from tests.support.kubectl import Kubectl, KubectlFailed, namespace
 from tests.support.life_story import qualified
-from tests.support.plain_requests import NotAnswered, get, get_all, merge_patch
+from tests.support.plain_requests import NotAnswered, apply, get, get_all, merge_patch
 
-SERVICE = {
+Manifest = dict[str, Any]
+SERVICE: Manifest = {
     "apiVersion": "serving.reprise.io/v1alpha1",
     "kind": "InferenceService",
     "metadata": {"name": "qwen", "labels": {"which": "one"}},
@@ -29,10 +30,10 @@ def kubectl(api_server: ApiServer) -> Iterator[Kubectl]:
     everywhere = Kubectl(kubeconfig=api_server.kubeconfig_path)
     install_crd(everywhere)
     kubectl = Kubectl(kubeconfig=api_server.kubeconfig_path, namespace=f"plain-{uuid.uuid4().hex[:8]}")
-    kubectl.apply(namespace(kubectl.namespace))
-    kubectl.apply(SERVICE)
+    kubectl.put(namespace(kubectl.namespace))
+    kubectl.put(SERVICE)
     yield kubectl
-    kubectl("delete", "namespace", kubectl.namespace, "--wait=false")
+    kubectl.delete_namespace()
 
 
 def told(kubectl: Kubectl, *args: str) -> Any:
@@ -68,6 +69,42 @@ def test_a_patch(kubectl: Kubectl) -> None:
     assert (found["spec"]["replicas"], found["status"]["observedGeneration"]) == (2, 1)
     managers = {entry["manager"] for entry in found["metadata"]["managedFields"]}
     assert managers == {"kubectl-client-side-apply", "kubectl-patch"}
+
+
+def history(kubectl: Kubectl, name: str, put: Callable[[Manifest], object]) -> list[Manifest]:
+    """What there is after each of some applies, without what is of the moment."""
+    steps: list[Manifest] = [
+        {"replicas": 2, "runtime": {"extraArgs": ["--a", "--b"], "env": [{"name": "A", "value": "<&> é"}]}},
+        {"replicas": 2, "runtime": {"extraArgs": ["--b"]}, "prefixCaching": {"enabled": False}},
+        {"prefixCaching": {"enabled": True}},
+        {"prefixCaching": {"enabled": True}},
+    ]
+    found: list[Manifest] = []
+    for labels, spec in zip(({"a": "b", "c": "d"}, {"c": "e"}, {}, {}), steps, strict=True):
+        put({**SERVICE, "metadata": {"name": name, "labels": labels}, "spec": SERVICE["spec"] | spec})
+        told_now = told(kubectl, "risvc", name)
+        metadata = told_now["metadata"]
+        fields = [{**entry, "time": None} for entry in metadata["managedFields"]]
+        changed = metadata["resourceVersion"] != (found[-1]["version"] if found else "")
+        annotations = {key: text.replace(name, "NAME") for key, text in metadata["annotations"].items()}
+        kept = {"labels": metadata.get("labels"), "annotations": annotations, "generation": metadata["generation"]}
+        found.append(kept | {"spec": told_now["spec"], "fields": fields, "changed": changed})
+        found[-1]["version"] = metadata["resourceVersion"]
+    return [{key: value for key, value in each.items() if key != "version"} for each in found]
+
+
+def test_an_apply(kubectl: Kubectl) -> None:
+    """Of what is new, of a change that adds, sets and takes away, and of the same again."""
+    mine = history(kubectl, "mine", lambda manifest: apply(kubectl.kubeconfig, kubectl.namespace, manifest))
+    assert mine == history(kubectl, "typed", kubectl.apply)
+    assert [each["changed"] for each in mine] == [True, True, True, False]
+    with pytest.raises(NotAnswered):
+        apply(kubectl.kubeconfig, kubectl.namespace, {**SERVICE, "spec": {"replicas": -1}})
+    config: Manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "b"}}
+    apply(kubectl.kubeconfig, kubectl.namespace, config)
+    assert told(kubectl, "configmap", "c")["data"] == {"a": "b"}
+    with pytest.raises(NotAnswered):
+        apply(kubectl.kubeconfig, kubectl.namespace, config | {"data": {}})
 
 
 def test_what_does_not_succeed_is_told_in_kubectl_s_words(kubectl: Kubectl) -> None:

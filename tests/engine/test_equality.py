@@ -26,7 +26,7 @@ from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import BlockId, ScheduledRequest, Step
 from reprise_engine.text import load_tokenizer
-from tests.support.models import smollm2_path
+from tests.support.models import smollm2_path, unpacked_smollm2
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
 
 SMOLLM2 = "smollm2"
@@ -62,7 +62,10 @@ def kernels_of(name: str) -> Kernels | None:
 
 @cache
 def loaded(name: str) -> LoadedModel:
-    path = smollm2_path() if is_smollm2(name) else tiny_model_path(name.removesuffix(NATIVE))
+    if is_smollm2(name):
+        path = unpacked_smollm2() if name.endswith(NATIVE) else smollm2_path()
+    else:
+        path = tiny_model_path(name.removesuffix(NATIVE))
     config = ModelConfig(model=str(path), dtype="float32")
     return load_model(config, device=torch.device("cpu"), kernels=kernels_of(name))
 
@@ -243,7 +246,8 @@ def test_generated_tokens_are_cached_too_and_serve_the_next_turn(name: str) -> N
 def test_a_prompt_that_goes_another_way_inside_a_block_reuses_what_is_common(name: str, budget: int) -> None:
     engine = Engine.make(name, budget=budget)
     base = prompts_of(name)[2]
-    cuts = [1, 7, BLOCK_SIZE - 1, BLOCK_SIZE + 1, len(base) - 2]
+    # Where a block is cut matters to the books, which are the same whatever the model.
+    cuts = [7, BLOCK_SIZE + 1] if is_smollm2(name) else [1, 7, BLOCK_SIZE - 1, BLOCK_SIZE + 1, len(base) - 2]
     forks = tuple((*base[:cut], base[cut] + 1, *base[cut + 2 :]) for cut in cuts)
     engine.generate((base,))
     for cut, fork in zip(cuts, forks, strict=True):

@@ -15,7 +15,7 @@ from reprise_engine.entrypoints.outputs import GenerationOutput
 from reprise_engine.errors import RequestError
 from reprise_engine.runner.model_runner import SCORED_ROWS, ModelRunner
 from tests.engine.test_llm import make_llm
-from tests.support.models import smollm2_path
+from tests.support.models import unpacked_smollm2
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model_path
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -124,7 +124,7 @@ def test_banned_words_need_a_tokenizer_and_ids_a_vocabulary() -> None:
 
 @pytest.mark.real_model
 def test_logprobs_and_biases_on_real_weights() -> None:
-    llm = LLM(model=str(smollm2_path()), device="cpu", num_gpu_blocks_override=64, max_model_len=512)
+    llm = LLM(model=str(unpacked_smollm2()), device="cpu", num_gpu_blocks_override=64, max_model_len=512)
     tokenizer = llm.get_tokenizer()
     prompt = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
 

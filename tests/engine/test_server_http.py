@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from reprise_engine.server.start import bind
 from tests.support import raw_http
 from tests.support.engine_server import RunningServer
 
@@ -94,3 +95,11 @@ def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
 def test_head_of_what_has_no_get(client: httpx.Client) -> None:
     assert client.head(COMPLETIONS).status_code == 405
     assert client.head("/nothing").status_code == 404
+
+
+def test_an_answer_does_not_wait_until_the_client_acknowledges_its_beginning() -> None:
+    """Head and body are written one after the other, and clients take up to 40 ms to acknowledge the first."""
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

@@ -28,7 +28,7 @@ from reprise_engine.text import load_tokenizer
 from tests.engine.paged_fake import World
 from tests.engine.test_llm import make_llm
 from tests.engine.test_sampler import row
-from tests.support.models import smollm2_path
+from tests.support.models import unpacked_smollm2
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE, tiny_model_path
 
 PERSON = {
@@ -399,7 +399,7 @@ def test_ignore_eos_and_a_form_exclude_each_other() -> None:
 
 @pytest.mark.real_model
 def test_real_weights_answer_in_json() -> None:
-    llm = LLM(model=str(smollm2_path()), device="cpu", num_gpu_blocks_override=64, max_model_len=512)
+    llm = LLM(model=str(unpacked_smollm2()), device="cpu", num_gpu_blocks_override=64, max_model_len=512)
     question = [{"role": "user", "content": "Which city is the capital of France, and what is the country's currency?"}]
     form = schema(
         {

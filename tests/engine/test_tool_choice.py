@@ -224,31 +224,41 @@ def test_thinking_is_allowed_before_a_forced_call_and_nothing_else(server: Runni
     assert begun <= {"<think>", "<tool_call>"}
 
 
-@pytest.mark.parametrize("template", [QWEN3, QWEN3_THINKING], ids=["the model opens it", "the template opens it"])
+@pytest.fixture(scope="module")
+def opening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Its template opens the reasoning."""
+    with running_server(serving(tmp_path_factory.mktemp("opening"), QWEN3_THINKING)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("which", "opened"),
+    [pytest.param("server", 2, id="the model opens it"), pytest.param("opening", 1, id="the template opens it")],
+)
 @pytest.mark.parametrize("required", [False, True], ids=["schema", "call"])
-def test_a_form_is_kept_behind_the_reasoning(tmp_path: Path, template: str, required: bool) -> None:
-    with running_server(serving(tmp_path, template)) as server:
-        marks = server.client.post("/tokenize", json={"prompt": "<think></think>"}).json()["tokens"]
-        # Wherever a mark is possible it comes, so a random model thinks, and comes to an end of it.
-        body: dict[str, Any] = {
-            "messages": HI,
-            "seed": 1,  # some draws end a form in more spaces than there are tokens for
-            "max_tokens": 400,
-            "logit_bias": {str(mark): 100 for mark in marks},
-        }
-        if required:
-            body |= {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
-        else:
-            schema = Weather.model_json_schema() | {"additionalProperties": False}
-            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
-        answer = server.client.post(CHAT, json=body).json()
-        message = answer["choices"][0]["message"]
-        Weather.model_validate_json(
-            message["tool_calls"][0]["function"]["arguments"] if required else message["content"]
-        )
-        opened = 1 if template == QWEN3_THINKING else 2
-        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": opened}
-        assert message["reasoning"] is None  # nothing was thought
+def test_a_form_is_kept_behind_the_reasoning(
+    request: pytest.FixtureRequest, which: str, opened: int, required: bool
+) -> None:
+    client = request.getfixturevalue(which).client
+    client.post("/reset_prefix_cache").raise_for_status()
+    marks = client.post("/tokenize", json={"prompt": "<think></think>"}).json()["tokens"]
+    # Wherever a mark is possible it comes, so a random model thinks, and comes to an end of it.
+    body: dict[str, Any] = {
+        "messages": HI,
+        "seed": 1,  # some draws end a form in more spaces than there are tokens for
+        "max_tokens": 400,
+        "logit_bias": {str(mark): 100 for mark in marks},
+    }
+    if required:
+        body |= {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    else:
+        schema = Weather.model_json_schema() | {"additionalProperties": False}
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    answer = client.post(CHAT, json=body).json()
+    message = answer["choices"][0]["message"]
+    Weather.model_validate_json(message["tool_calls"][0]["function"]["arguments"] if required else message["content"])
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": opened}
+    assert message["reasoning"] is None  # nothing was thought
 
 
 def test_json_or_calls_where_both_are_possible(server: RunningServer) -> None:

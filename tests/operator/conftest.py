@@ -11,7 +11,7 @@ import pytest
 from tests.operator.reconcile_bench import Bench, open_bench
 from tests.support.apiserver import ApiServer
 from tests.support.cluster import install_crd
-from tests.support.kubectl import Kubectl, eventually
+from tests.support.kubectl import Kubectl, eventually, namespace
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +26,12 @@ def kubectl(crd_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setenv("KUBECONFIG", str(crd_server.kubeconfig_path))
     assert os.environ["KUBECONFIG"]
     kubectl = Kubectl(kubeconfig=crd_server.kubeconfig_path, namespace=f"op-{uuid.uuid4().hex[:8]}")
-    # Applied, not created: kubectl creates in protobuf, which the emulated API server does not read.
-    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kubectl.namespace}})
+    kubectl.put(namespace(kubectl.namespace))
     if crd_server.has_controller_manager:
-        eventually(lambda: kubectl.get("serviceaccount", "default"), "the namespace's service account")
+        account = "the namespace's service account"
+        eventually(lambda: kubectl.get("serviceaccount", "default"), account, every=0.03)
     yield kubectl
-    kubectl("delete", "namespace", kubectl.namespace, "--wait=false")
+    kubectl.delete_namespace()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reprise_operator.kinds import FOREIGN_TYPES, ResourceType
 from tests.support.kubectl import Kubectl, KubectlFailed, eventually
+from tests.support.plain_requests import answers
 
 CRDS = Path(__file__).parent / "data" / "crds"
 
@@ -19,11 +20,7 @@ def _name(kind: ResourceType) -> str:
 
 
 def is_served(kubectl: Kubectl, kind: ResourceType) -> bool:
-    try:
-        kubectl("get", "--raw", kind.path(kubectl.namespace))
-    except KubectlFailed:
-        return False
-    return True
+    return answers(kubectl.kubeconfig, kind.path(kubectl.namespace))
 
 
 def _is_gone(kubectl: Kubectl, kind: ResourceType) -> bool:

@@ -92,7 +92,7 @@ class Bench:
         return Key(self.kubectl.namespace, NAME)
 
     def apply(self, spec: dict[str, Any] | None = None, *, name: str = NAME) -> None:
-        self.kubectl.apply(
+        self.kubectl.put(
             {
                 "apiVersion": "serving.reprise.io/v1alpha1",
                 "kind": "InferenceService",
@@ -131,15 +131,16 @@ class Bench:
             done = caught_up(self.kubectl)
             if not await self.writes() and done:
                 return
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         raise AssertionError(f"the controllers are {'' if done else 'not '}done; written: {await self.writes()}")
 
     async def settle_but_for_refusals(self) -> None:
         """Passes until one writes nothing but the apply that the API server refuses."""
-        for _ in range(40):
+        ends = time.monotonic() + 20
+        while time.monotonic() < ends:
             if set(await self.writes()) == {("patch", "deployments")}:
                 return
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.05)
         raise AssertionError(f"still writing: {await self.writes()}")
 
     def status(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from reprise_operator.cluster import Key
 from reprise_operator.workqueue import Retry
 from tests.operator.reconcile_bench import NAME, WRITES, Bench
+from tests.operator.workload_controllers import caught_up
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIDES = pytest.mark.parametrize("side", ["client", "server"])
@@ -53,9 +55,11 @@ def difference(bench: Bench, side: str, path: str, stdin: str | None = None) -> 
 
 
 async def come_to_rest(bench: Bench, *names: str) -> None:
-    """Passes over all of them until a round writes nothing; their pods are said to be ready meanwhile."""
-    still = 0
-    for _ in range(80):
+    """Passes over all of them until a round writes nothing though the controllers, whose answers cause writes, are
+    done. Their pods are said to be ready meanwhile."""
+    ends = time.monotonic() + 40
+    while time.monotonic() < ends:
+        done = caught_up(bench.kubectl)
         if any("podIP" not in pod["status"] for pod in bench.pods()):
             make_ready(bench)
         bench.requests.clear()
@@ -66,11 +70,10 @@ async def come_to_rest(bench: Bench, *names: str) -> None:
             except Retry:
                 refused = True
         written = [request for request in bench.requests if request[0] in WRITES]
-        still = 0 if written or refused else still + 1
-        if still == 4:
+        if done and not (written or refused):
             return
-        await asyncio.sleep(0.25)
-    raise AssertionError(f"still writing: {written}")
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"the controllers are {'' if done else 'not '}done; written: {written}")
 
 
 def make_ready(bench: Bench) -> None:

@@ -111,7 +111,13 @@ async def checked(bench: Bench, code: int, words: str = "") -> None:
         phase="Succeeded" if code == 0 else "Failed",
         containerStatuses=[ended(words, code=code)],
     )
-    eventually(lambda: (the_job(bench) or {}).get("status", {}).get("conditions"), "the Job is over", within=30)
+
+    def over() -> bool:
+        # Whether it is to succeed is told before, while its pod is still there.
+        conditions = (the_job(bench) or {}).get("status", {}).get("conditions") or ()
+        return any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions)
+
+    eventually(over, "the Job is over", within=30)
 
 
 async def test_the_one_serving_pod_is_taken_only_after_a_check(bench: Bench) -> None:

@@ -28,7 +28,7 @@ KEDA: dict[str, Any] = {
 }
 TO_ZERO: dict[str, Any] = {"autoscaling": {**KEDA["autoscaling"], "minReplicas": 0}}
 HPA_SECONDS = 60.0
-"""The HPA controller looks every 15 s."""
+"""The HPA controller looks every second (tests/support/apiserver.py), and takes its time where it is asked much."""
 
 
 @pytest.fixture

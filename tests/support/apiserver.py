@@ -65,7 +65,9 @@ def start_api_server(kind: ApiServerKind = "auto", *, controllers: bool = True) 
         else:
             if not controllers:
                 assets = dataclasses.replace(assets, controller_manager=None)
-            plane = stack.enter_context(running_control_plane(assets, folder))
+            # 15 s are the default: each test of an autoscaler would wait for them.
+            flags = ["--horizontal-pod-autoscaler-sync-period=1s"]
+            plane = stack.enter_context(running_control_plane(assets, folder, controller_manager_flags=flags))
             server = ApiServer(
                 plane.url,
                 plane.kubeconfig_path,

@@ -36,8 +36,8 @@ class KubectlFailed(Exception):
 class Kubectl:
     """Runs kubectl against one kubeconfig, in one namespace by default.
 
-    `get`, `list` and `patch` come to the same in plain requests, which are many times cheaper; where one does not
-    succeed it is kubectl that tells.
+    `get`, `list`, `patch` and `put` come to the same in plain requests, which are many times cheaper; where one does
+    not succeed it is kubectl that tells.
     """
 
     kubeconfig: Path
@@ -86,6 +86,20 @@ class Kubectl:
         text = yaml.safe_dump_all(manifests)
         flags = ("--server-side",) if server_side else ()
         return self("apply", *flags, "-f", "-", stdin=text)
+
+    def put(self, manifest: Manifest) -> None:
+        """What `apply` of one object comes to, where it matters what is applied and not by whom."""
+        try:
+            plain_requests.apply(self.kubeconfig, self.namespace, manifest)
+        except NotAnswered:
+            self.apply(manifest)
+
+    def delete_namespace(self) -> None:
+        """Its own, and does not wait for it."""
+        try:
+            plain_requests.delete_namespace(self.kubeconfig, self.namespace)
+        except NotAnswered:
+            self("delete", "namespace", self.namespace, "--wait=false")
 
     def patch(self, kind: str, name: str, body: Mapping[str, Any], *flags: str) -> None:
         """A merge patch; the flags are kubectl's."""

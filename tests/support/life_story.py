@@ -63,8 +63,7 @@ class Story:
 
     def tell(self) -> None:
         # A Secret and a claim that do not exist at first, as it often goes.
-        for name, spec in CHAPTERS:
-            self.kubectl.apply(service(name, spec))
+        self.kubectl.apply(*(service(name, spec) for name, spec in CHAPTERS))
         for name, _ in CHAPTERS:
             eventually(partial(self._is_told, name), f"{name} is told about", within=PATIENCE_SECONDS)
         self.kubectl.apply(secret("keys", **{"api-key": "abc"}))
@@ -73,8 +72,8 @@ class Story:
         self._leftovers()
         self.kubectl.patch("inferenceservice", "plain", {"spec": {"suspend": True}})
         eventually(lambda: self._replicas("plain") == 0, "the suspended one has no pods", within=PATIENCE_SECONDS)
-        for name, _ in CHAPTERS:
-            self.kubectl.delete("inferenceservice", name, "--wait=true", "--timeout=30s")
+        names = [name for name, _ in CHAPTERS]
+        self.kubectl("delete", "inferenceservice", *names, "--wait=true", f"--timeout={PATIENCE_SECONDS:.0f}s")
         eventually(lambda: not self._children(), "the children go with their owners", within=PATIENCE_SECONDS)
 
     def _drift(self) -> None:

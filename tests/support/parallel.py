@@ -30,7 +30,7 @@ class Named(Protocol):
 
 T = TypeVar("T", bound=Named)
 
-_SHARING = ("tests/operator/test_crd.py", "tests/operator/test_gitops.py")
+_SHARING = ("tests/operator/test_crd.py", "tests/operator/test_gitops.py", "tests/operator/test_leader.py")
 """Files of tests/operator whose tests share a fixture that is dear."""
 
 

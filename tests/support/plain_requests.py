@@ -1,4 +1,4 @@
-"""What `kubectl get` and `kubectl patch` would ask the API server for, as plain requests over one kept connection.
+"""What `kubectl get`, `patch` and `apply` would ask the API server for, as plain requests over one kept connection.
 
 Tests ask thousands of times, and each kubectl takes 65 ms of a core before it has asked. Only what succeeds is answered
 here: for everything else the caller runs kubectl, whose words a person sees.
@@ -47,25 +47,35 @@ class _Server:
     kinds: dict[str, _Kind] = field(default_factory=dict)
 
     def request(
-        self, method: str, path: str, *, query: Mapping[str, str] | None = None, patch: Mapping[str, Any] | None = None
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
     ) -> tuple[int, Manifest]:
-        """Status and body; raises NotAnswered without an answer in JSON."""
+        """Status and answer; raises NotAnswered without an answer in JSON. A body is a merge patch or a new object."""
+        status, data = self.send(method, path, query=query, body=body)
+        try:
+            found: Manifest = json.loads(data)
+        except ValueError as error:
+            raise NotAnswered(f"{method} {path}: {error}") from error
+        return status, found
+
+    def send(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """The same, whatever the answer consists of."""
         headers = {**self.credentials.headers, "Accept": "application/json", "User-Agent": "kubectl (tests)"}
-        if patch is not None:
-            headers["Content-Type"] = MERGE_PATCH
+        if body is not None:
+            headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
         try:
             answer = self.pool.request(
                 method,
                 f"{self.credentials.server}{path}?{urlencode(query or {})}",
-                body=None if patch is None else json.dumps(patch).encode(),
+                body=None if body is None else json.dumps(body).encode(),
                 headers=headers,
                 timeout=TIMEOUT,
                 retries=False,
             )
-            body: Manifest = json.loads(answer.data)
-        except (urllib3.exceptions.HTTPError, ValueError) as error:
+        except urllib3.exceptions.HTTPError as error:
             raise NotAnswered(f"{method} {path}: {error}") from error
-        return answer.status, body
+        return answer.status, answer.data
 
     def read(self, path: str) -> Manifest:
         status, body = self.request("GET", path)
@@ -110,6 +120,11 @@ def get(kubeconfig: Path, namespace: str, kind: str, name: str) -> Manifest | No
     return body
 
 
+def answers(kubeconfig: Path, path: str) -> bool:
+    """Whether `kubectl get --raw` of this path would succeed. Raises NotAnswered where the API server is not there."""
+    return _server(kubeconfig).send("GET", path)[0] == 200
+
+
 def get_all(kubeconfig: Path, namespace: str, kind: str, selector: str) -> list[Manifest]:
     """All objects that have these labels, each with its kind, which a list leaves out. Raises NotAnswered."""
     server = _server(kubeconfig)
@@ -129,9 +144,87 @@ def merge_patch(
     """
     server = _server(kubeconfig)
     path = f"{server.find(kind).path(namespace)}/{name}" + ("/status" if status else "")
-    code, _ = server.request("PATCH", path, query={"fieldManager": "kubectl-patch"}, patch=body)
+    code, _ = server.request("PATCH", path, query={"fieldManager": "kubectl-patch"}, body=body)
     if code != 200:
         raise NotAnswered(f"patch {kind} {name}: {code}")
+
+
+def apply(kubeconfig: Path, namespace: str, manifest: Manifest) -> None:
+    """As `kubectl apply`, client-side, of an object that is new or whose kind comes from a CRD.
+
+    Raises NotAnswered: also for other kinds, whose patches need their schemas.
+    """
+    server = _server(kubeconfig)
+    path = server.find(manifest["kind"].lower()).path(namespace)
+    name, modified = manifest["metadata"]["name"], _with_configuration(manifest, namespace)
+    status, current = server.request("GET", f"{path}/{name}")
+    query = {"fieldManager": "kubectl-client-side-apply", "fieldValidation": "Strict"}
+    if status == 404:
+        code, _ = server.request("POST", path, query=query, body=modified)
+        if code != 201:
+            raise NotAnswered(f"create {path}/{name}: {code}")
+        return
+    text = (current["metadata"].get("annotations") or {}).get(_CONFIGURATION) if status == 200 else None
+    if text is None or "." not in manifest["apiVersion"].partition("/")[0]:
+        raise NotAnswered(f"apply {path}/{name}")
+    original = json.loads(text)
+    if patch := _merged(_additions(current, modified), _deletions(original, modified)):
+        code, _ = server.request("PATCH", f"{path}/{name}", query=query, body=patch)
+        if code != 200:
+            raise NotAnswered(f"apply {path}/{name}: {code}")
+
+
+def delete_namespace(kubeconfig: Path, namespace: str) -> None:
+    """As `kubectl delete namespace --wait=false`. Raises NotAnswered."""
+    status, _ = _server(kubeconfig).request("DELETE", f"/api/v1/namespaces/{namespace}")
+    if status not in (200, 202):
+        raise NotAnswered(f"delete namespace {namespace}: {status}")
+
+
+_CONFIGURATION = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def _with_configuration(manifest: Manifest, namespace: str) -> Manifest:
+    """With the annotation by which the next `kubectl apply` knows what this one set."""
+    metadata = {**manifest["metadata"]}
+    if manifest["kind"] != "Namespace":
+        metadata.setdefault("namespace", namespace)
+    annotations = metadata.setdefault("annotations", {})
+    text = json.dumps({**manifest, "metadata": metadata}, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return {**manifest, "metadata": {**metadata, "annotations": {**annotations, _CONFIGURATION: text + "\n"}}}
+
+
+def _additions(current: Any, modified: Mapping[str, Any]) -> Manifest:
+    """What a merge patch must set, so that `current` has all that `modified` has."""
+    found: Manifest = {}
+    for key, value in modified.items():
+        there = current.get(key)
+        if isinstance(value, Mapping) and isinstance(there, Mapping):
+            if below := _additions(there, value):
+                found[key] = below
+        elif key not in current or there != value:
+            found[key] = value
+    return found
+
+
+def _deletions(original: Mapping[str, Any], modified: Mapping[str, Any]) -> Manifest:
+    """What was set by the last manifest and is not in this one."""
+    found: Manifest = {key: None for key in original if key not in modified}
+    for key, value in original.items():
+        there = modified.get(key)
+        if isinstance(value, Mapping) and isinstance(there, Mapping) and (below := _deletions(value, there)):
+            found[key] = below
+    return found
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Manifest:
+    found = {**one}
+    for key, value in other.items():
+        there = found.get(key)
+        found[key] = _merged(there, value) if isinstance(there, Mapping) and isinstance(value, Mapping) else value
+    return found
 
 
 def _server(kubeconfig: Path) -> _Server:

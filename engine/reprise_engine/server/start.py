@@ -66,6 +66,9 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it the body of an
+        # answer, and a token of a stream, waits up to 40 ms for the client's acknowledgement of what went before.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind(address)
         listener.listen(2048)
     except OSError:

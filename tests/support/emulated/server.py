@@ -86,6 +86,8 @@ def _collection(api: Api, request: Request, call: Call, body: Any) -> Response:
     for meta in [item["metadata"] for item in items] if request.method == "DELETE" else ():
         api.delete(Call(resource, meta.get("namespace", ""), meta["name"]), body)
     about = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}
+    if not (query.get("continue") or "0").isdigit():
+        raise refusal("Continue", token=query["continue"])
     start, limit = (int(query.get(key) or 0) for key in ("continue", "limit"))
     left, items = max(0, len(items) - start - limit) if limit else 0, items[start:][: limit or None]
     metadata: Json = {"resourceVersion": str(api.store.version)}

@@ -1,6 +1,6 @@
 """The wheel of torch-npu 2.13.0, whose files the emulation reads; it is never imported (that needs CANN).
 
-    python -m tests.support.npu.wheel        fetches it once into .cache/npu (44 MB, from PyPI), and says what it does
+    python -m tests.support.npu        fetches it once into .cache/npu (44 MB, from PyPI), and says what it does
 
 Always the wheel for CPython 3.11 on x86-64, whatever interpreter runs the tests: one file, one checksum.
 """
@@ -88,7 +88,3 @@ def main() -> None:
         print(f"torch-npu schemas: {missing}; tests of the NPU backend will be skipped")
         return
     print(f"torch-npu schemas: {'present' if present else 'fetched'} in {path.relative_to(_ROOT)}")
-
-
-if __name__ == "__main__":
-    main()
