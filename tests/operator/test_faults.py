@@ -195,7 +195,8 @@ def test_a_refusal_is_tried_again_and_not_at_once(scene: Scene) -> None:
         assert len(each.rule.seen) > each.count, f"{name}: it was refused {len(each.rule.seen)} times"
         assert each.rule.seen[each.count] - each.rule.seen[0] >= each.least, name
     scene.rest()
-    assert scene.operator.get("probes", "/healthz") == (200, "ok")
+    # Of a watch that two seconds of a busy machine held up, the next look tells that it has delivered.
+    eventually(lambda: scene.operator.get("probes", "/healthz") == (200, "ok"), "its health is told", within=10)
     assert scene.operator.metric('reprise_operator_reconcile_total{outcome="error"}') == 0.0
 
 
