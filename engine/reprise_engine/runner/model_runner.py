@@ -3,6 +3,7 @@ requests beyond the step it is given."""
 
 from __future__ import annotations
 
+import math
 from time import perf_counter
 
 import torch
@@ -10,12 +11,13 @@ from torch import nn
 
 from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, LayerKV
 from reprise_engine.attention.bridge import PagedContext
+from reprise_engine.errors import NotFinite, RepriseError
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
 from reprise_engine.runner.npu_graphs import DecodeGraphs, GraphCapturer, capture_decode_graphs, spare_blocks
 from reprise_engine.runner.transfer import KVTransfer
-from reprise_engine.sampler import mask_logits, sample
+from reprise_engine.sampler import mask_logits, not_finite, sample
 from reprise_engine.step import Step, StepResult
 from reprise_engine.structured.masks import Grammars
 from reprise_engine.token_logprobs import token_logprobs
@@ -83,14 +85,17 @@ class ModelRunner:
             self._copy_blocks(step)
             hidden_TD = self._forward(batch)
             prompt_logprobs = self._score_prompts(hidden_TD, step)
+            errors = _errors({name for name, scores in prompt_logprobs.items() if not _are_numbers(scores)})
             if not batch.sampling:
                 return StepResult(
                     step_id=step.step_id,
                     sampled={},
                     prompt_logprobs=prompt_logprobs,
+                    errors=errors,
                     transfer_seconds=transfer_seconds,
                 )
             logits_RV = self._logits(hidden_TD[batch.logits_rows])
+            errors |= _errors({batch.sampling[row].request_id for row in not_finite(logits_RV)})
             masks = None if pending is None else pending.result()
             if masks is not None:
                 mask_logits(logits_RV, masks.rows, masks.words_MW)
@@ -103,7 +108,7 @@ class ModelRunner:
                 request_id: choice.logprobs for request_id, choice in chosen.items() if choice.logprobs is not None
             },
             prompt_logprobs=prompt_logprobs,
-            errors={} if masks is None else masks.errors,
+            errors=errors if masks is None else {**masks.errors, **errors},
             transfer_seconds=transfer_seconds,
         )
 
@@ -187,3 +192,18 @@ class ModelRunner:
                 )
             found[request.request_id] = tuple(scores)
         return found
+
+
+def _are_numbers(scores: tuple[TokenLogprobs, ...]) -> bool:
+    return not any(math.isnan(score.logprob) for score in scores)
+
+
+def _errors(requests: set[RequestId]) -> dict[RequestId, RepriseError]:
+    return {
+        request_id: NotFinite(
+            "The model computed no finite numbers for this request, so there is nothing to choose a token from. With "
+            "float16 some models exceed its 65,504: serve it in bfloat16 (--dtype) where the device has it, or "
+            "another model. Where other prompts fail too, check weights and device."
+        )
+        for request_id in requests
+    }
