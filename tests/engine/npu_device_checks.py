@@ -70,6 +70,34 @@ def test_operators_work_on_the_device_under_both_names() -> None:
         torch_npu.npu_fusion_attention(out)
 
 
+def test_torch_s_operations_are_not_for_formats_of_the_device_s_own() -> None:
+    made = torch_npu.empty_with_format((3, 2, 16, 16), dtype=torch.float16, device=NPU, acl_format=29)
+    host, index = torch.ones(2, 16, 16, dtype=torch.float16), torch.tensor([0, 2], device=NPU)
+    for wrong in (
+        lambda: made[1].copy_(host),
+        lambda: host.copy_(made[1]),
+        lambda: made[index],
+        lambda: made.index_put_((index,), made[1].expand(2, 2, 16, 16)),
+        made.zero_,
+    ):
+        with pytest.raises(NotSupportedByNpu, match="NZ-IS-FOR-OPERATORS"):
+            wrong()
+
+
+def test_dlpack_gives_the_same_memory_without_its_format() -> None:
+    resting = npu.memory_allocated()
+    made = torch_npu.empty_with_format((3, 2, 16, 16), dtype=torch.float16, device=NPU, acl_format=29)
+    taken = npu.memory_allocated() - resting
+    plain = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(made))
+    assert (plain.device, torch_npu.get_npu_format(plain), torch_npu.get_npu_format(made)) == (NPU, 2, 29)
+    plain.zero_()
+    plain[1].copy_(torch.full((2, 16, 16), 3.0))
+    assert npu.memory_allocated() - resting == taken
+    del made
+    assert npu.memory_allocated() - resting == taken, "the memory ended with its first tensor"
+    assert plain.flatten(1).float().mean(1).tolist() == [0, 3, 0]
+
+
 def test_memory_is_counted_by_storages() -> None:
     npu.empty_cache()
     resting = npu.memory_allocated()

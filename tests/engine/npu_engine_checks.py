@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from reprise_engine.models.loader import load_model
 from reprise_engine.models.npu_layers import NPUDecoderLayer, NPUExperts
 from reprise_engine.models.npu_w8a8 import NPUW8A8DynamicLinear, NPUW8A8StaticLinear
 from reprise_engine.parallel.shard import Place
+from reprise_engine.runner import transfer
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory
+from reprise_engine.runner.transfer import DeviceTransfer
 from tests.engine.npu_engine import Engine, Judge, prompt_of
 from tests.support.npu.device.tensor import NpuTensor
 from tests.support.tiny_models import tiny_model_path
@@ -71,7 +74,7 @@ def build() -> Iterator[Build]:
         folder = tiny_model_path(model) if isinstance(model, str) else model
         config = EngineConfig(
             model=ModelConfig(model=str(folder), max_model_len=512, **some("dtype", "quantization")),
-            cache=CacheConfig(**some("block_size", "num_gpu_blocks_override")),
+            cache=CacheConfig(**some("block_size", "num_gpu_blocks_override", "prefix_cache_host_memory")),
             scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 96} | some("max_num_seqs")),
             device="npu",
             **options,
@@ -115,6 +118,19 @@ def test_a_model_is_served_by_the_chip_s_own_operators(family: str, build: Build
     captured = CHIP is Chip.A2 and family == "qwen3"  # a mixture is not captured, nor is anything on a 310P
     assert (None if graphs is None else graphs.sizes) == ((1, 2, 4) if captured else None)
     assert (built.resolved.block_size, built.resolved.device) == (128, "npu")
+
+
+def test_blocks_come_back_from_host_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpinned = partial(DeviceTransfer, pinned=False)  # the emulated device pins no memory
+    monkeypatch.setattr(transfer, "DeviceTransfer", lambda kv, *, pinned, **rest: unpinned(kv, **rest))
+    built = build("qwen3", dtype="float16", num_gpu_blocks_override=4, prefix_cache_host_memory=16 * 1024**2)
+    judge, prompt = Judge("qwen3", torch.float16), prompt_of(300, seed=4)
+    [(cold, _)] = built.engine.generate([prompt])
+    built.engine.generate([prompt_of(400, seed=5)])
+    [(again, cached)] = built.engine.generate([prompt])
+    assert cached == 256, "nothing came up"
+    judge.check(prompt, cold)
+    judge.check(prompt, again)
 
 
 def test_the_dtype_is_one_that_the_chip_has(build: Build) -> None:

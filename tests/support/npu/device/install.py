@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
+from tests.support.npu.device.formats import patch_dlpack
 from tests.support.npu.device.memory import GIB, DeviceMemory
 from tests.support.npu.device.runtime import NpuRuntime
 from tests.support.npu.device.tensor import DeviceState, NpuTensor, dispatch, factories
@@ -40,6 +41,7 @@ def install(environment: Mapping[str, str] = os.environ) -> NpuRuntime:
     others: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]  # the same
     others.fallback(lambda operation, *args, **kwargs: dispatch(operation, args, kwargs), "PrivateUse1")
     operators = npu_operators(chip, also_float32=environment.get("EMULATED_NPU_FLOAT32") == "1")
-    operators.__enter__()
+    NpuTensor.state.formats = operators.__enter__().formats
+    patch_dlpack(lambda tensor: isinstance(tensor, NpuTensor), NpuTensor)
     _KEPT.extend((library, others, operators))
     return runtime

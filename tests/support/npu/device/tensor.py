@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.support.npu.device.formats import check_formats
 from tests.support.npu.device.memory import DeviceMemory
+from tests.support.npu.machine import Formats
 
 
 class Recorder(Protocol):
@@ -28,6 +30,7 @@ class DeviceState:
     memory: DeviceMemory
     capture: Recorder | None = None
     update: Recorder | None = None
+    formats: Formats = field(default_factory=Formats)
 
 
 class NpuTensor(torch.Tensor):
@@ -83,6 +86,7 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operation on raw tensors; its results are of the device that it was asked for."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    check_formats(NpuTensor.state.formats, operation, [raw_of(tensor) for tensor in tensors])
     stays = target_device(args, kwargs) in (None, "npu")
     known = {id(raw_of(tensor)): tensor for tensor in tensors}
     result = operation(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
