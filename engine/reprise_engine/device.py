@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,9 +106,16 @@ def _check_enough(size: int) -> None:
 
 
 def _open_npu(index: int) -> None:
-    """Makes it this process's device, which opens it. Raises DeviceError."""
+    """Makes it this process's device, which opens it. Raises DeviceError.
+
+    Operators are those that CANN has compiled, for every shape. It is torch_npu's default but on a 310P, where it would
+    compile each operator anew for each shape, by an older set of them (Ascend/pytorch
+    framework/interface/EnvVariables.cpp, `CheckJitDisableInner`, 9e73e70; vllm-ascend sets it too, _310p/worker_310p.py).
+    """
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # of torch_npu
     try:
-        torch.npu.set_device(index)  # type: ignore[attr-defined]  # of torch_npu
+        npu.set_device(index)
+        npu.set_compile_mode(jit_compile=False)
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"NPU {_number_of(index)} cannot be used. {told(error)}") from error
 

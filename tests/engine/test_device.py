@@ -73,7 +73,12 @@ def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
             if fault is not None:
                 raise RuntimeError(fault)
 
-        npu = SimpleNamespace(is_available=lambda: found > 0, device_count=lambda: found, set_device=set_device)
+        npu = SimpleNamespace(
+            is_available=lambda: found > 0,
+            device_count=lambda: found,
+            set_device=set_device,
+            set_compile_mode=lambda jit_compile: None,
+        )
         monkeypatch.setattr(torch, "npu", npu, raising=False)
 
     yield make
@@ -171,13 +176,19 @@ def test_each_rank_has_an_npu_of_its_own_and_too_few_are_refused(monkeypatch: py
     torch_npu.__spec__ = ModuleSpec("torch_npu", None)
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
     taken: list[int] = []
-    npu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=taken.append)
+    modes: list[bool] = []
+    npu = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        set_device=taken.append,
+        set_compile_mode=lambda jit_compile: modes.append(jit_compile),
+    )
     monkeypatch.setattr(torch, "npu", npu, raising=False)
     chosen: list[object] = []
     monkeypatch.setattr(torch, "device", lambda *given: chosen.append(given))  # "npu" is no device without torch_npu
 
     resolve_device("npu", rank=1, size=2)
-    assert (chosen, taken) == ([("npu", 1)], [1])
+    assert (chosen, taken, modes) == ([("npu", 1)], [1], [False])
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size is 4, but 2 NPUs are visible\. Lower it to 2"):
         resolve_device("npu", rank=0, size=4)
     assert taken == [1]

@@ -20,6 +20,13 @@ NZ_IS_FOR_OPERATORS = Rule(
     unchecked=True,
 )
 
+COMPILED_BEFOREHAND = Rule(
+    "COMPILED-BEFOREHAND",
+    "operations run with jit_compile off: a 310P begins with it on, and then compiles each of them anew for each shape, "
+    "by its older set of operators (op-plugin, torchnpugen/gen.py:328-342)",
+    TORCH_NPU.at("torch_npu/csrc/framework/interface/EnvVariables.cpp", 172, 186),
+)
+
 
 def check_formats(formats: Formats, operation: Any, tensors: Iterable[torch.Tensor]) -> None:
     """Of `tensors`, which are `operation`'s, as the CPU has them."""

@@ -32,7 +32,7 @@ def install(environment: Mapping[str, str] = os.environ) -> NpuRuntime:
     count = int(environment.get("EMULATED_NPU_COUNT", "1"))
     if visible is not None:
         count = len([index for index in visible.split(",") if index.strip().isdigit() and int(index) < count])
-    NpuTensor.state = DeviceState(memory)
+    NpuTensor.state = DeviceState(memory, jit_compile=chip is Chip.ASCEND_310P)
     runtime = NpuRuntime(NpuTensor.state, chip, count)
     backend_registration._setup_privateuseone_for_python_backend("npu", backend_module=runtime)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -86,6 +86,9 @@ class NpuRuntime:
         if self.state.capture is not None:
             raise RuntimeError("synchronize waits for the device, which is not permitted while a graph is captured")
 
+    def set_compile_mode(self, jit_compile: bool = False) -> None:
+        self.state.jit_compile = jit_compile
+
     def manual_seed_all(self, seed: int) -> None: ...
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.support.npu.device.formats import check_formats
+from tests.support.npu.device.formats import COMPILED_BEFOREHAND, check_formats
 from tests.support.npu.device.memory import DeviceMemory
 from tests.support.npu.machine import Formats
 
@@ -31,6 +31,7 @@ class DeviceState:
     capture: Recorder | None = None
     update: Recorder | None = None
     formats: Formats = field(default_factory=Formats)
+    jit_compile: bool = False
 
 
 class NpuTensor(torch.Tensor):
@@ -86,6 +87,7 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operation on raw tensors; its results are of the device that it was asked for."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    COMPILED_BEFOREHAND.require(not NpuTensor.state.jit_compile, f"{operation}")
     check_formats(NpuTensor.state.formats, operation, [raw_of(tensor) for tensor in tensors])
     stays = target_device(args, kwargs) in (None, "npu")
     known = {id(raw_of(tensor)): tensor for tensor in tensors}
