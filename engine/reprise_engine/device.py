@@ -109,8 +109,8 @@ def _open_npu(index: int) -> None:
     """Makes it this process's device, which opens it. Raises DeviceError.
 
     Operators are those that CANN has compiled, for every shape. It is torch_npu's default but on a 310P, where it would
-    compile each operator anew for each shape, by an older set of them (Ascend/pytorch
-    framework/interface/EnvVariables.cpp, `CheckJitDisableInner`, 9e73e70; vllm-ascend sets it too, _310p/worker_310p.py).
+    compile each operator anew for each shape, by an older set of them (Ascend/pytorch csrc/framework/interface/
+    EnvVariables.cpp, `CheckJitDisableInner`, 9e73e70; vllm-ascend sets it too, _310p/worker_310p.py, 182b75e).
     """
     npu: Any = torch.npu  # type: ignore[attr-defined]  # of torch_npu
     try:

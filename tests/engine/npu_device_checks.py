@@ -10,6 +10,8 @@ import torch_npu  # type: ignore[import-not-found]  # the stand-in, which only t
 
 from tests.engine import npu_calls as calls
 from tests.support.npu import NotSupportedByNpu
+from tests.support.npu.device.tensor import NpuTensor
+from tests.support.npu.machine import Chip
 
 NPU = torch.device("npu", 0)
 npu: Any = torch.npu  # type: ignore[attr-defined]
@@ -88,7 +90,8 @@ def test_dlpack_gives_the_same_memory_without_its_format() -> None:
     resting = npu.memory_allocated()
     made = torch_npu.empty_with_format((3, 2, 16, 16), dtype=torch.float16, device=NPU, acl_format=29)
     taken = npu.memory_allocated() - resting
-    plain = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(made))
+    dlpack: Any = torch.utils.dlpack
+    plain = dlpack.from_dlpack(dlpack.to_dlpack(made))
     assert (plain.device, torch_npu.get_npu_format(plain), torch_npu.get_npu_format(made)) == (NPU, 2, 29)
     plain.zero_()
     plain[1].copy_(torch.full((2, 16, 16), 3.0))
@@ -96,6 +99,22 @@ def test_dlpack_gives_the_same_memory_without_its_format() -> None:
     del made
     assert npu.memory_allocated() - resting == taken, "the memory ended with its first tensor"
     assert plain.flatten(1).float().mean(1).tolist() == [0, 3, 0]
+
+
+def test_a_310p_s_matrices_are_no_float32_and_its_operators_compiled_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NpuTensor.state, "chip", Chip.ASCEND_310P)
+    wide = torch.ones(2, 3, device=NPU)
+    narrow = wide.half()
+    assert (narrow @ narrow.T).tolist() == [[3, 3], [3, 3]]
+    with pytest.raises(NotSupportedByNpu, match="NO-FLOAT32-MATRICES-310P"):
+        wide @ wide.T
+    npu.set_compile_mode(jit_compile=True)
+    with pytest.raises(NotSupportedByNpu, match="COMPILED-BEFOREHAND"):
+        wide + 1
+    npu.set_compile_mode(jit_compile=False)
+    assert (wide + 1).sum().item() == 12
 
 
 def test_memory_is_counted_by_storages() -> None:

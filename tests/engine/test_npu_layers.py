@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from reprise_engine.models.npu_layers import (
     NPUDecoderLayer,
     NPUExperts,
     NPURMSNorm,
+    NPURotary,
     NPUSelfAttention,
     Residual,
     fuse_npu_layers,
@@ -121,13 +123,71 @@ def test_each_layer_takes_the_fewest_launches() -> None:
 
 
 def test_what_the_310p_does_not_take_stays_torch() -> None:
-    """Heads of 32 are not rotated by its operator, which takes 128 only."""
+    """Heads of 32 are not rotated by its operator."""
     model = load("qwen3", torch.float32)
     with npu_operators("310P"):
         fuse_npu_layers(model.module, chip=Chip.P310)
         with Calls() as calls:
             logits_of(model)
     assert calls.count == {"rms_norm": 7, "add_rms_norm": 6, "swiglu": 3}
+
+
+class OfMatrices(nn.Module):
+    """As older versions of transformers compute it."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.inv_freq, self.attention_scaling = rotary.inv_freq, rotary.attention_scaling
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (self.inv_freq[None, :, None] @ position_ids[:, None, :].float()).transpose(1, 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def test_angles_are_no_products_of_matrices() -> None:
+    """Which a 310P has in float16 only. `Qwen3RotaryEmbedding` is whatever the installed transformers makes of it."""
+    model = load("qwen3", torch.float16)
+    inner = cast(Any, model.module).model
+    positions = torch.tensor([[0, 1, 2047, 4099, 100_003]])
+    plain = inner.rotary_emb
+    inner.rotary_emb = type("Qwen3RotaryEmbedding", (OfMatrices,), {})(plain)
+    fuse_npu_layers(model.module, chip=Chip.P310)
+    assert type(inner.rotary_emb) is NPURotary
+    x = torch.zeros(1, dtype=torch.float32)
+    for ours, expected in zip(inner.rotary_emb(x, positions), plain(x, positions), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(("chip", "operator"), [(Chip.A2, "rotary_mul"), (Chip.P310, "apply_rotary_pos_emb")])
+def test_heads_of_128_are_rotated_by_the_chip_s_own_operator(chip: Chip, operator: str) -> None:
+    attention: Any = nn.Module()
+    attention.head_dim, attention.scaling, attention.layer_idx = 128, 1.0, 0
+    shapes = {"q_proj": 4 * 128, "k_proj": 2 * 128, "v_proj": 2 * 128}
+    for name, outputs in shapes.items():
+        setattr(attention, name, nn.Linear(64, outputs, bias=False).half())
+    attention.o_proj = nn.Identity()
+    seen: list[torch.Tensor] = []
+
+    class Backend:
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            seen.extend((q, k, v))
+            return q
+
+    angles = torch.linspace(0, 6, 5 * 64).view(1, 5, 64).repeat(1, 1, 2)
+    x, cosine, sine = torch.randn(1, 5, 64).half(), angles.cos().half(), angles.sin().half()
+    paged = SimpleNamespace(backend=Backend(), kv=[None], metadata=None)
+    with torch.inference_mode():
+        for rotates in (True, False):
+            with npu_operators("310P" if chip is Chip.P310 else "910B"), Calls() as calls:
+                layer = NPUSelfAttention(attention, chip=chip, rotates_by_operator=rotates)
+                layer(x, (cosine, sine), cast(Any, paged))
+            assert set(calls.count) == ({operator} if rotates else set())
+    for by_operator, plain in zip(seen[:3], seen[3:], strict=True):
+        torch.testing.assert_close(by_operator, plain, atol=4e-3, rtol=4e-3)
+    assert (seen[0] - (x[0] @ attention.q_proj.weight.T).unflatten(-1, (4, 128))).abs().max() > 0.1, (
+        "nothing was turned"
+    )
 
 
 def test_scaled_cosines_are_not_given_to_the_operator() -> None:

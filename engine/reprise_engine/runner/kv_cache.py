@@ -5,6 +5,8 @@ Axis letters are those of `attention/base.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.utils.dlpack
@@ -63,6 +65,6 @@ def _zeros_nz(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     keeps the memory as long as either lives (aten/common/DLConvertor.cpp).
     """
     pool = torch.ops.npu.empty_with_format(list(shape), dtype=dtype, device=device, acl_format=_ACL_FORMAT_FRACTAL_NZ)
-    # By these names: torch_npu puts its own functions there.
-    plain: torch.Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(pool))
+    dlpack: Any = torch.utils.dlpack  # where torch_npu puts functions of its own
+    plain: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(pool))
     return pool, plain.zero_()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from tests.support.npu.device.formats import patch_dlpack
 from tests.support.npu.device.memory import GIB, DeviceMemory
 from tests.support.npu.device.runtime import NpuRuntime
 from tests.support.npu.device.tensor import DeviceState, NpuTensor, dispatch, factories
+from tests.support.npu.device.torch_rules import patch_dlpack
 from tests.support.npu.machine import Chip
 from tests.support.npu.operators import npu_operators
 
@@ -32,7 +32,7 @@ def install(environment: Mapping[str, str] = os.environ) -> NpuRuntime:
     count = int(environment.get("EMULATED_NPU_COUNT", "1"))
     if visible is not None:
         count = len([index for index in visible.split(",") if index.strip().isdigit() and int(index) < count])
-    NpuTensor.state = DeviceState(memory, jit_compile=chip is Chip.ASCEND_310P)
+    NpuTensor.state = DeviceState(memory, chip, jit_compile=chip is Chip.ASCEND_310P)
     runtime = NpuRuntime(NpuTensor.state, chip, count)
     backend_registration._setup_privateuseone_for_python_backend("npu", backend_module=runtime)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,15 +1,16 @@
-"""What torch's own operations make of a tensor in a format of the device's own, and how to have its memory without."""
+"""What torch's own operations may do on the device, and how to have a tensor's memory without its storage format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
-from tests.support.npu.machine import FORMAT_ND, Formats
-from tests.support.npu.rules import TORCH_NPU, Rule
+from tests.support.npu.machine import FORMAT_ND, Chip, Formats
+from tests.support.npu.rules import OPS_NN, TORCH_NPU, Rule
 
 NZ_IS_FOR_OPERATORS = Rule(
     "NZ-IS-FOR-OPERATORS",
@@ -22,16 +23,26 @@ NZ_IS_FOR_OPERATORS = Rule(
 
 COMPILED_BEFOREHAND = Rule(
     "COMPILED-BEFOREHAND",
-    "operations run with jit_compile off: a 310P begins with it on, and then compiles each of them anew for each shape, "
-    "by its older set of operators (op-plugin, torchnpugen/gen.py:328-342)",
+    "operations run with jit_compile off: a 310P begins with it on, and compiles each of them for each shape, "
+    "by an older set of operators (op-plugin, torchnpugen/gen.py:328-342)",
     TORCH_NPU.at("torch_npu/csrc/framework/interface/EnvVariables.cpp", 172, 186),
 )
+NO_FLOAT32_MATRICES_310P = Rule(
+    "NO-FLOAT32-MATRICES-310P",
+    "no products of float32 matrices on 310P: torch_npu has them computed in float16, without a word (Ascend/pytorch "
+    "csrc/framework/utils/CalcuOpUtil.cpp:443-452)",
+    OPS_NN.at("matmul/batch_mat_mul_v3/docs/aclnnBatchMatMul.md", 162, 166),
+    unchecked=True,
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "addmv", "dot")
 
 
-def check_formats(formats: Formats, operation: Any, tensors: Iterable[torch.Tensor]) -> None:
+def check_operation(chip: Chip, formats: Formats, operation: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Of `tensors`, which are `operation`'s, as the CPU has them."""
     if operation.namespace != "aten" or operation.is_view:
         return
+    if chip is Chip.ASCEND_310P and operation._schema.name.removeprefix("aten::") in _PRODUCTS:
+        NO_FLOAT32_MATRICES_310P.require(all(tensor.dtype != torch.float32 for tensor in tensors), f"{operation}")
     for tensor in tensors:
         found = formats.of(tensor)
         NZ_IS_FOR_OPERATORS.require(found == FORMAT_ND, f"{operation} of one of format {found}")
@@ -47,15 +58,15 @@ class Capsule:
 def patch_dlpack(is_device_s: Callable[[object], bool], wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """As torch_npu does when it is imported (torch_npu/utils/dlpack.py): what comes out of a capsule has a storage of
     its own, over the same memory, in a plain format (aten/common/DLConvertor.cpp, from_blob.cpp)."""
-    to_capsule, from_capsule = torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from_dlpack
+    dlpack: Any = torch.utils.dlpack
+    to_capsule, from_capsule = dlpack.to_dlpack, dlpack.from_dlpack
 
     def to_dlpack(tensor: Any) -> Any:
         return Capsule(tensor.raw) if is_device_s(tensor) else to_capsule(tensor)
 
-    def from_dlpack(capsule: Any) -> torch.Tensor:
+    def from_dlpack(capsule: Any) -> Any:
         if isinstance(capsule, Capsule):
             return wrap(from_capsule(to_capsule(capsule.raw)))
         return from_capsule(capsule)
 
-    torch.utils.dlpack.to_dlpack = to_dlpack
-    torch.utils.dlpack.from_dlpack = from_dlpack
+    dlpack.to_dlpack, dlpack.from_dlpack = to_dlpack, from_dlpack
