@@ -26,6 +26,7 @@ from reprise_engine.models.npu_layers import (
     Residual,
     fuse_npu_layers,
 )
+from reprise_engine.models.npu_saturation import SaturationWatch
 from reprise_engine.models.w8a8 import BiasedNorm
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
@@ -188,6 +189,34 @@ def test_heads_of_128_are_rotated_by_the_chip_s_own_operator(chip: Chip, operato
     assert (seen[0] - (x[0] @ attention.q_proj.weight.T).unflatten(-1, (4, 128))).abs().max() > 0.1, (
         "nothing was turned"
     )
+
+
+def test_a_310p_tells_once_that_hidden_states_are_cut(caplog: pytest.LogCaptureFixture) -> None:
+    for factor, told in ((1.0, []), (3e6, ["Hidden states of layer 0 and 2 others reach 65504"])):
+        model = load("llama", torch.float16)
+        weight = cast(Any, model.module).model.embed_tokens.weight
+        weight.data = weight.data.float().mul_(factor).clamp_(-65504, 65504).half()
+        with npu_operators("310P"):
+            fuse_npu_layers(model.module, chip=Chip.P310)
+            for _ in range(3):
+                logits_of(model)
+        assert [record.getMessage()[: len(words)] for record, words in zip(caplog.records, told, strict=True)] == told
+    with npu_operators("910B"):
+        other = load("llama", torch.float16)
+        fuse_npu_layers(other.module, chip=Chip.A2)
+        assert cast(Any, other.module).model.layers[0]._watch is None
+
+
+def test_steps_of_decodes_are_not_looked_at() -> None:
+    watch = SaturationWatch()
+    stream = torch.full((1, 3, 4), 65504.0)
+    watch.look(stream, decodes=True)
+    assert not watch._peaks
+    watch.look(stream, decodes=False)
+    assert [peak.item() for peak in watch._peaks] == [65504.0]
+    watch.begin_step()
+    watch.look(stream, decodes=False)
+    assert not watch._peaks, "it looks on after it has told"
 
 
 def test_scaled_cosines_are_not_given_to_the_operator() -> None:

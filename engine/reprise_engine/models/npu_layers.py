@@ -25,6 +25,7 @@ from torch import nn
 
 from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.attention.npu_chip import Chip
+from reprise_engine.models.npu_saturation import SaturationWatch
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
 _MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
@@ -142,8 +143,11 @@ class NPUDecoderLayer(nn.Module):
     """Takes what transformers' model passes to its layers, and a `Residual` for the states from the second layer on,
     which is also what it returns."""
 
-    def __init__(self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool) -> None:
+    def __init__(
+        self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool, watch: SaturationWatch | None
+    ) -> None:
         super().__init__()
+        self._watch = watch
         attention, mlp = layer.self_attn, layer.mlp
         input_norm, post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
         assert isinstance(attention, nn.Module)
@@ -163,10 +167,14 @@ class NPUDecoderLayer(nn.Module):
     ) -> Residual:
         if isinstance(hidden_states, Residual):
             normed, stream = self.input_layernorm.add(hidden_states)
-        else:
+        else:  # the first layer
             normed, stream = self.input_layernorm(hidden_states), hidden_states
+            if self._watch is not None:
+                self._watch.begin_step()
         attended = self.self_attn(normed, position_embeddings, paged)
         normed, stream = self.post_attention_layernorm.add(Residual(stream, attended))
+        if self._watch is not None:
+            self._watch.look(stream, decodes=len(paged.metadata.query_lens) == stream.shape[1])
         return Residual(stream, self.mlp(normed))
 
 
@@ -267,8 +275,10 @@ def fuse_npu_layers(model: nn.Module, *, chip: Chip) -> None:
         for *_, layer in layers
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     ):
+        watch = SaturationWatch() if chip is Chip.P310 else None
         for parent, name, layer in layers:
-            setattr(parent, name, NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator))
+            made = NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator, watch=watch)
+            setattr(parent, name, made)
 
 
 def _replacement(module: nn.Module, chip: Chip) -> nn.Module | None:
