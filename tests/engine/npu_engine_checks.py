@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch_npu  # type: ignore[import-not-found]  # noqa: F401  # the stand-in, which only that process finds
@@ -28,7 +30,7 @@ from reprise_engine.models.loader import load_model
 from reprise_engine.models.npu_layers import NPUDecoderLayer, NPUExperts
 from reprise_engine.models.npu_w8a8 import NPUW8A8DynamicLinear, NPUW8A8StaticLinear
 from reprise_engine.parallel.shard import Place
-from reprise_engine.runner import transfer
+from reprise_engine.runner import profiling, transfer
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory
 from reprise_engine.runner.transfer import DeviceTransfer
@@ -231,6 +233,18 @@ def test_what_the_chip_does_not_take_is_told_before_weights_are_loaded(words: st
 def test_a_310p_does_not_quantise_by_token(build: Build, tmp_path: Path) -> None:
     with pytest.raises(RepriseError, match=r"W8A8_DYNAMIC, .* 310P has no operator"):
         build(quantised(tmp_path, dynamic=("*.o_proj",)), quantization="ascend")
+
+
+def test_a_310p_inside_the_machine_has_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated one is on no bus."""
+    free, total = torch.npu.mem_get_info()  # type: ignore[attr-defined]  # of torch_npu
+    for available in (free // 2, 2 * total):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
+        expected = min(free, available) if CHIP is Chip.P310 else free
+        assert NPUMemory.probe(NPU) == NPUMemory(total=total, free=expected)
+    monkeypatch.setattr(profiling, "has_310p_on_pci", lambda: True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    assert NPUMemory.probe(NPU).free == free
 
 
 def test_memory_that_runs_out_is_told_as_the_operator_reads_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_the_device_keeps_what_it_promises() -> None:
     assert "15 passed" in done.stdout
 
 
-@pytest.mark.parametrize(("chip", "passed"), [("910B", 14), ("310P", 12)])
+@pytest.mark.parametrize(("chip", "passed"), [("910B", 15), ("310P", 13)])
 def test_whole_engines_on_each_chip(chip: str, passed: int) -> None:
     checks = "tests/engine/npu_engine_checks.py"
     done = run(
