@@ -59,13 +59,6 @@ def uniform(seed: str, position: int) -> float:
     return (int.from_bytes(digest) >> 11) * 2.0**-53
 
 
-def not_finite(logits_RV: torch.Tensor) -> list[int]:
-    """The rows that have something else than a finite number in them."""
-    # By their sums, which it makes infinite or NaN in every operator's arithmetic; a maximum may pass over NaN. Logits
-    # of float16 add up to far less than float32 holds.
-    return [row for row, total in enumerate(logits_RV.sum(dim=-1).tolist()) if not math.isfinite(total)]
-
-
 def mask_logits(logits_RV: torch.Tensor, rows: Sequence[int], words_MW: npt.NDArray[np.uint32]) -> None:
     """In place: row `rows[m]` keeps the tokens whose bit is set in `words_MW[m]`, the lowest bit first."""
     for row, words_W in zip(rows, words_MW, strict=True):

@@ -17,7 +17,7 @@ from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
 from reprise_engine.runner.npu_graphs import DecodeGraphs, GraphCapturer, capture_decode_graphs, spare_blocks
 from reprise_engine.runner.transfer import KVTransfer
-from reprise_engine.sampler import mask_logits, not_finite, sample
+from reprise_engine.sampler import mask_logits, sample
 from reprise_engine.step import Step, StepResult
 from reprise_engine.structured.masks import Grammars
 from reprise_engine.token_logprobs import token_logprobs
@@ -95,11 +95,17 @@ class ModelRunner:
                     transfer_seconds=transfer_seconds,
                 )
             logits_RV = self._logits(hidden_TD[batch.logits_rows])
-            errors |= _errors({batch.sampling[row].request_id for row in not_finite(logits_RV)})
+            # Before masks, which are infinite. A sum is not finite where one of its parts is not, in every arithmetic,
+            # where a maximum may pass over NaN; and finite logits of 16 bits do not add up to what float32 holds.
+            totals_R = logits_RV.sum(dim=-1)
             masks = None if pending is None else pending.result()
             if masks is not None:
                 mask_logits(logits_RV, masks.rows, masks.words_MW)
             choices = sample(logits_RV, batch.sampling, engine_seed=self._seed)
+            finite = [math.isfinite(total) for total in totals_R.tolist()]
+        errors |= _errors(
+            {request.request_id for request, good in zip(batch.sampling, finite, strict=True) if not good}
+        )
         chosen = {request.request_id: choice for request, choice in zip(batch.sampling, choices, strict=True)}
         return StepResult(
             step_id=step.step_id,
