@@ -191,6 +191,36 @@ def test_heads_of_128_are_rotated_by_the_chip_s_own_operator(chip: Chip, operato
     )
 
 
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Rows of the products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in ("aten::mm", "aten::addmm"), "a product that is not looked at"
+        if func._schema.name == "aten::linear":
+            self.rows.add(args[0].shape[:-1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3-moe"])
+def test_a_310p_multiplies_rows_by_sixteens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other numbers it would convert the weights at every call; a mixture's experts get what they get."""
+    monkeypatch.setattr(f"{__name__}.SEQUENCES", (prompt_of(21, seed=1), prompt_of(1, seed=3)))
+    model = load(family, torch.float32)
+    expected = logits_of(model)
+    with npu_operators("310P"):
+        fuse_npu_layers(model.module, chip=Chip.P310)
+        with Products() as products:
+            logits = logits_of(model)
+    assert logits.shape == expected.shape
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert any(rows % 16 for rows in products.rows) == (family == "qwen3-moe")
+    assert 32 in products.rows, "the head's"
+
+
 def test_a_310p_tells_once_that_hidden_states_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     for factor, told in ((1.0, []), (3e6, ["Hidden states of layer 0 and 2 others reach 65504"])):
         model = load("llama", torch.float16)

@@ -38,6 +38,9 @@ _SHORTEST_ROW_310P = 32
 _SWIGLU_ALIGNMENT_310P = 64
 """Elements of a row of npu_swiglu on a 310P: half of it, in float16, is a multiple of 64 bytes (CANN ops-nn,
 activation/swi_glu/op_host/swi_glu_tiling.cpp, `CalcTiling`). vllm-ascend looks for 32 elements, which is too few."""
+_ROWS_310P = 16
+"""Of a product of matrices: of another number of rows a 310P converts the weights to another layout at every call
+(ops-nn e5c3fa9, matmul/common/op_host/op_api/matmul_util.cpp, `IsFormatSupportNd`, `SetMmSupportFormat`)."""
 _ROTARY_HEAD_310P = 128
 """Newer ones take 64 too (ops-transformer, posembedding/apply_rotary_pos_emb/op_host, before and after c29bc10)."""
 _LARGEST_ROTARY_HEAD = 895
@@ -139,15 +142,28 @@ class NPUExperts(nn.Module):
         return out_TD
 
 
+class NPUHead(nn.Module):
+    """The output embedding on rows that are padded as the stream is."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(_padded(x_TD[None])[0], self.weight, self.bias)[: x_TD.shape[0]]
+
+
 class NPUDecoderLayer(nn.Module):
     """Takes what transformers' model passes to its layers, and a `Residual` for the states from the second layer on,
     which is also what it returns."""
 
     def __init__(
-        self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool, watch: SaturationWatch | None
+        self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool, pads: bool, watch: SaturationWatch | None
     ) -> None:
+        """`pads`: the stream gets rows of zeros behind it, up to a multiple of `_ROWS_310P`; attention knows no more
+        rows than there are positions."""
         super().__init__()
-        self._watch = watch
+        self._pads, self._watch = pads, watch
         attention, mlp = layer.self_attn, layer.mlp
         input_norm, post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
         assert isinstance(attention, nn.Module)
@@ -168,13 +184,14 @@ class NPUDecoderLayer(nn.Module):
         if isinstance(hidden_states, Residual):
             normed, stream = self.input_layernorm.add(hidden_states)
         else:  # the first layer
-            normed, stream = self.input_layernorm(hidden_states), hidden_states
+            stream = _padded(hidden_states) if self._pads else hidden_states
+            normed = self.input_layernorm(stream)
             if self._watch is not None:
                 self._watch.begin_step()
         attended = self.self_attn(normed, position_embeddings, paged)
         normed, stream = self.post_attention_layernorm.add(Residual(stream, attended))
         if self._watch is not None:
-            self._watch.look(stream, decodes=len(paged.metadata.query_lens) == stream.shape[1])
+            self._watch.look(stream, decodes=len(paged.metadata.query_lens) == position_embeddings[0].shape[1])
         return Residual(stream, self.mlp(normed))
 
 
@@ -211,7 +228,8 @@ class NPUSelfAttention(nn.Module):
             projected = [projection(x_1TD[0]) for projection in (self.q_proj, self.k_proj, self.v_proj)]  # type: ignore[operator]
         else:
             projected = list(self.qkv_proj(x_1TD[0]).split(self._sizes, dim=-1))
-        q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        rows = position_embeddings[0].shape[1]  # without those that pad
+        q_TNH, k_TKH, v_TKH = (part[:rows].unflatten(-1, (-1, self.head_dim)) for part in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         cosine_1TH, sine_1TH = position_embeddings
@@ -234,7 +252,10 @@ class NPUSelfAttention(nn.Module):
             scale=self.scaling,
             sliding_window=self.sliding_window,
         )
-        out: torch.Tensor = self.o_proj(out_TNH.flatten(1).unsqueeze(0))  # type: ignore[operator]
+        attended_1TD = out_TNH.flatten(1).unsqueeze(0)
+        if rows < x_1TD.shape[1]:
+            attended_1TD = _padded(attended_1TD)
+        out: torch.Tensor = self.o_proj(attended_1TD)  # type: ignore[operator]
         return out
 
     def _rotate(self, x_TNH: torch.Tensor, cosine_1TH: torch.Tensor, sine_1TH: torch.Tensor) -> torch.Tensor:
@@ -276,9 +297,24 @@ def fuse_npu_layers(model: nn.Module, *, chip: Chip) -> None:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     ):
         watch = SaturationWatch() if chip is Chip.P310 else None
+        # A mixture would ask experts what to make of padding.
+        pads = chip is Chip.P310 and not any(isinstance(module, NPUExperts) for module in model.modules())
         for parent, name, layer in layers:
-            made = NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator, watch=watch)
+            made = NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator, pads=pads, watch=watch)
             setattr(parent, name, made)
+    head = getattr(model, "lm_head", None)
+    if chip is Chip.P310 and type(head) is nn.Linear:
+        model.lm_head = NPUHead(head)
+
+
+def _padded(x_1TD: torch.Tensor) -> torch.Tensor:
+    """With rows of zeros, up to a multiple of `_ROWS_310P`."""
+    _, rows, size = x_1TD.shape
+    if rows % _ROWS_310P == 0:
+        return x_1TD
+    padded = x_1TD.new_zeros((1, -(-rows // _ROWS_310P) * _ROWS_310P, size))
+    padded[:, :rows].copy_(x_1TD)
+    return padded
 
 
 def _replacement(module: nn.Module, chip: Chip) -> nn.Module | None:

@@ -173,7 +173,7 @@ class ModelRunner:
             paged=PagedContext(backend=self._backend, kv=self._kv, metadata=metadata),
         )
         hidden_1TD: torch.Tensor = output.last_hidden_state
-        return hidden_1TD[0]
+        return hidden_1TD[0, : input_ids_1T.shape[1]]  # without rows that some layers pad with
 
     def _logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         logits_RV: torch.Tensor = self._head(hidden_RD)
