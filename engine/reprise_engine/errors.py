@@ -16,6 +16,7 @@
     ├── OutOfMemory            memory ran out, of the device or of the host (out_of_memory.py)
     ├── RequestError           one request is wrong: HTTP 400, nothing else stops
     │   └── ContextLengthExceeded
+    ├── NotFinite              the model computed no numbers for a request: HTTP 500, nothing else stops
     ├── SlowReader             a client leaves too many outputs unread: its request is aborted
     └── EngineDead             the engine process is gone: its requests get HTTP 500, /health fails
         ├── EngineStopped      it was told to end, or does not serve yet: HTTP 503
@@ -104,6 +105,10 @@ def _rebuild_request_error(cls: type[RequestError], message: str, param: str | N
 
 class ContextLengthExceeded(RequestError):
     """Prompt (plus max_tokens) does not fit max_model_len, or the prompt can never fit the KV pool."""
+
+
+class NotFinite(RepriseError):
+    """What the model computed for a request is not finite: nothing can be chosen from it."""
 
 
 class SlowReader(RepriseError):

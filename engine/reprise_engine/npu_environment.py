@@ -48,12 +48,14 @@ def npu_settings(environment: Mapping[str, str], *, pci: Path = Path("/sys/bus/p
     if not is_torch_npu_installed():
         return {}
     wanted = {AUTOLOAD: "0", TASK_QUEUE: "1"}
-    if not _has_310p(pci):
+    if not has_310p_on_pci(pci=pci):
         wanted |= {ALLOCATOR: "expandable_segments:True", SUMS: "true"}
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def _has_310p(pci: Path) -> bool:
+def has_310p_on_pci(*, pci: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """False where it is part of the machine itself and shares its memory (root complex: Atlas 200I Pro), where there is
+    none, and where nothing is known."""
     try:
         return any(
             ((device / "vendor").read_text().strip(), (device / "device").read_text().strip()) == _310P

@@ -135,8 +135,10 @@ def _penalise(scores_V: torch.Tensor, request: ScheduledRequest) -> None:
         )
     output = request.history[request.prompt_length :]
     if output and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
-        token, count = torch.unique(torch.tensor(output, device=device), return_counts=True)
-        scores_V[token] -= sampling.presence_penalty + sampling.frequency_penalty * count.to(scores_V.dtype)
+        # On the host, which has the tokens: a 310P has no operator for it (ops-nn, docs/aclnnUnique2.md, e5c3fa9).
+        token, count = torch.unique(torch.tensor(output), return_counts=True)
+        count = count.to(scores_V.dtype).to(device)
+        scores_V[token.to(device)] -= sampling.presence_penalty + sampling.frequency_penalty * count
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[ScheduledRequest], engine_seed: int) -> list[TokenId]:

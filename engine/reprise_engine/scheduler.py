@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from reprise_engine.cache_accounting import CacheAccounting
 from reprise_engine.cache_report import PrefixCacheReport, TierStats
 from reprise_engine.config import SchedulerConfig
-from reprise_engine.errors import ConfigError, RequestError
+from reprise_engine.errors import ConfigError, NotFinite, RequestError
 from reprise_engine.kv.hashing import BlockHasher, sha256_block_hash
 from reprise_engine.kv.manager import KVCacheManager
 from reprise_engine.kv.sequence import NextBlock
@@ -274,11 +274,13 @@ class Scheduler:
                 self._drop(state)
         for part in step.requests:
             state = self._states[part.request_id]
-            state.computed += len(part.token_ids)
-            self.kv.commit(state.blocks, state.tokens, state.computed)
+            error = result.errors.get(part.request_id)
+            if not isinstance(error, NotFinite):  # or whoever has the same prefix would read it
+                state.computed += len(part.token_ids)
+                self.kv.commit(state.blocks, state.tokens, state.computed)
             if state.aborted:
                 self._drop(state)
-            elif (error := result.errors.get(part.request_id)) is not None:
+            elif error is not None:
                 self._drop(state)
                 outputs.append(RequestOutput(request_id=part.request_id, error=error))
             else:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
-from reprise_engine.errors import RequestError
+from reprise_engine.errors import RepriseError
 from reprise_engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
 
 BlockId = NewType("BlockId", int)
@@ -99,12 +99,13 @@ class StepResult:
     """The sampled token of every request whose part had `samples`; logprobs where its sampling asked for them.
 
     `prompt_logprobs` are those of each part's `scored` tokens. `errors`: requests that cannot go on; what was sampled
-    for them counts for nothing. `transfer_seconds` is what the step's stores and loads took.
+    or scored for them counts for nothing, and after NotFinite what the step wrote for them neither.
+    `transfer_seconds` is what the step's stores and loads took.
     """
 
     step_id: int
     sampled: Mapping[RequestId, TokenId]
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    errors: Mapping[RequestId, RequestError] = field(default_factory=dict)
+    errors: Mapping[RequestId, RepriseError] = field(default_factory=dict)
     transfer_seconds: float = 0.0

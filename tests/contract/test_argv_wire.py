@@ -180,7 +180,7 @@ def test_each_error_that_ends_a_start_has_a_reason_of_its_own() -> None:
     bases = {"RepriseError", "ModelError"}
     # Not at a start: the server is up, and its container is restarted, or it goes on. A rank that dies at a start is
     # told in its own words, as any crash; where its device or its memory is the cause, the error is one of those.
-    later = {"EngineDead", "EngineStopped", "SlowReader", "RankDied"}
+    later = {"EngineDead", "EngineStopped", "NotFinite", "SlowReader", "RankDied"}
     fetching = {name for name in fatal if issubclass(getattr(errors, name), errors.FetchError)}  # test_fetch_argv.py
     assert fatal - bases - later - fetching == {
         *("ConfigError", "DeviceError", "InsufficientMemory", "OutOfMemory"),

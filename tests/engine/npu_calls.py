@@ -115,9 +115,16 @@ def add_norm(**changes: Any) -> Call:
 
 
 def rotary(**changes: Any) -> Call:
-    """(1, S, N, D) with cosines (1, S, 1, D), for heads that 310P takes too."""
+    """(1, S, N, D) with cosines (1, S, 1, D)."""
     angles = torch.linspace(0, 3, 5 * 64).view(1, 5, 1, 64)
     return {"input": half(1, 5, 4, 64), "r1": angles.cos().to(HALF), "r2": angles.sin().to(HALF)} | changes
+
+
+def apply_rotary(**changes: Any) -> Call:
+    """Of 5 rows, 4 and 2 heads of 64."""
+    angles = torch.linspace(0, 3, 5 * 64).view(1, 5, 1, 64)
+    call: Call = {"query": half(1, 5, 4, 64), "key": half(1, 5, 2, 64, seed=1)}
+    return call | {"cos": angles.cos().to(HALF), "sin": angles.sin().to(HALF)} | changes
 
 
 def quantize(**changes: Any) -> Call:

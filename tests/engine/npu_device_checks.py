@@ -10,6 +10,8 @@ import torch_npu  # type: ignore[import-not-found]  # the stand-in, which only t
 
 from tests.engine import npu_calls as calls
 from tests.support.npu import NotSupportedByNpu
+from tests.support.npu.device.tensor import NpuTensor
+from tests.support.npu.machine import Chip
 
 NPU = torch.device("npu", 0)
 npu: Any = torch.npu  # type: ignore[attr-defined]
@@ -68,6 +70,51 @@ def test_operators_work_on_the_device_under_both_names() -> None:
     assert (made.device, torch_npu.get_npu_format(made)) == (NPU, 29)
     with pytest.raises(NotImplementedError, match="npu_fusion_attention is not emulated"):
         torch_npu.npu_fusion_attention(out)
+
+
+def test_torch_s_operations_are_not_for_formats_of_the_device_s_own() -> None:
+    made = torch_npu.empty_with_format((3, 2, 16, 16), dtype=torch.float16, device=NPU, acl_format=29)
+    host, index = torch.ones(2, 16, 16, dtype=torch.float16), torch.tensor([0, 2], device=NPU)
+    for wrong in (
+        lambda: made[1].copy_(host),
+        lambda: host.copy_(made[1]),
+        lambda: made[index],
+        lambda: made.index_put_((index,), made[1].expand(2, 2, 16, 16)),
+        made.zero_,
+    ):
+        with pytest.raises(NotSupportedByNpu, match="NZ-IS-FOR-OPERATORS"):
+            wrong()
+
+
+def test_dlpack_gives_the_same_memory_without_its_format() -> None:
+    resting = npu.memory_allocated()
+    made = torch_npu.empty_with_format((3, 2, 16, 16), dtype=torch.float16, device=NPU, acl_format=29)
+    taken = npu.memory_allocated() - resting
+    dlpack: Any = torch.utils.dlpack
+    plain = dlpack.from_dlpack(dlpack.to_dlpack(made))
+    assert (plain.device, torch_npu.get_npu_format(plain), torch_npu.get_npu_format(made)) == (NPU, 2, 29)
+    plain.zero_()
+    plain[1].copy_(torch.full((2, 16, 16), 3.0))
+    assert npu.memory_allocated() - resting == taken
+    del made
+    assert npu.memory_allocated() - resting == taken, "the memory ended with its first tensor"
+    assert plain.flatten(1).float().mean(1).tolist() == [0, 3, 0]
+
+
+def test_a_310p_s_matrices_are_no_float32_and_its_operators_compiled_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NpuTensor.state, "chip", Chip.ASCEND_310P)
+    wide = torch.ones(2, 3, device=NPU)
+    narrow = wide.half()
+    assert (narrow @ narrow.T).tolist() == [[3, 3], [3, 3]]
+    with pytest.raises(NotSupportedByNpu, match="NO-FLOAT32-MATRICES-310P"):
+        wide @ wide.T
+    npu.set_compile_mode(jit_compile=True)
+    with pytest.raises(NotSupportedByNpu, match="COMPILED-BEFOREHAND"):
+        wide + 1
+    npu.set_compile_mode(jit_compile=False)
+    assert (wide + 1).sum().item() == 12
 
 
 def test_memory_is_counted_by_storages() -> None:

@@ -9,9 +9,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch_npu  # type: ignore[import-not-found]  # noqa: F401  # the stand-in, which only that process finds
@@ -27,8 +30,10 @@ from reprise_engine.models.loader import load_model
 from reprise_engine.models.npu_layers import NPUDecoderLayer, NPUExperts
 from reprise_engine.models.npu_w8a8 import NPUW8A8DynamicLinear, NPUW8A8StaticLinear
 from reprise_engine.parallel.shard import Place
+from reprise_engine.runner import profiling, transfer
 from reprise_engine.runner.model_runner import ModelRunner
 from reprise_engine.runner.profiling import NPUMemory
+from reprise_engine.runner.transfer import DeviceTransfer
 from tests.engine.npu_engine import Engine, Judge, prompt_of
 from tests.support.npu.device.tensor import NpuTensor
 from tests.support.tiny_models import tiny_model_path
@@ -71,7 +76,7 @@ def build() -> Iterator[Build]:
         folder = tiny_model_path(model) if isinstance(model, str) else model
         config = EngineConfig(
             model=ModelConfig(model=str(folder), max_model_len=512, **some("dtype", "quantization")),
-            cache=CacheConfig(**some("block_size", "num_gpu_blocks_override")),
+            cache=CacheConfig(**some("block_size", "num_gpu_blocks_override", "prefix_cache_host_memory")),
             scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 96} | some("max_num_seqs")),
             device="npu",
             **options,
@@ -115,6 +120,19 @@ def test_a_model_is_served_by_the_chip_s_own_operators(family: str, build: Build
     captured = CHIP is Chip.A2 and family == "qwen3"  # a mixture is not captured, nor is anything on a 310P
     assert (None if graphs is None else graphs.sizes) == ((1, 2, 4) if captured else None)
     assert (built.resolved.block_size, built.resolved.device) == (128, "npu")
+
+
+def test_blocks_come_back_from_host_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpinned = partial(DeviceTransfer, pinned=False)  # the emulated device pins no memory
+    monkeypatch.setattr(transfer, "DeviceTransfer", lambda kv, *, pinned, **rest: unpinned(kv, **rest))
+    built = build("qwen3", dtype="float16", num_gpu_blocks_override=4, prefix_cache_host_memory=16 * 1024**2)
+    judge, prompt = Judge("qwen3", torch.float16), prompt_of(300, seed=4)
+    [(cold, _)] = built.engine.generate([prompt])
+    built.engine.generate([prompt_of(400, seed=5)])
+    [(again, cached)] = built.engine.generate([prompt])
+    assert cached == 256, "nothing came up"
+    judge.check(prompt, cold)
+    judge.check(prompt, again)
 
 
 def test_the_dtype_is_one_that_the_chip_has(build: Build) -> None:
@@ -215,6 +233,18 @@ def test_what_the_chip_does_not_take_is_told_before_weights_are_loaded(words: st
 def test_a_310p_does_not_quantise_by_token(build: Build, tmp_path: Path) -> None:
     with pytest.raises(RepriseError, match=r"W8A8_DYNAMIC, .* 310P has no operator"):
         build(quantised(tmp_path, dynamic=("*.o_proj",)), quantization="ascend")
+
+
+def test_a_310p_inside_the_machine_has_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated one is on no bus."""
+    free, total = torch.npu.mem_get_info()  # type: ignore[attr-defined]  # of torch_npu
+    for available in (free // 2, 2 * total):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
+        expected = min(free, available) if CHIP is Chip.P310 else free
+        assert NPUMemory.probe(NPU) == NPUMemory(total=total, free=expected)
+    monkeypatch.setattr(profiling, "has_310p_on_pci", lambda: True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    assert NPUMemory.probe(NPU).free == free
 
 
 def test_memory_that_runs_out_is_told_as_the_operator_reads_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ NORM = "npu.npu_rms_norm"
 ADD_NORM = "npu.npu_add_rms_norm"
 SWIGLU = "npu.npu_swiglu"
 ROTARY = "npu.npu_rotary_mul"
+APPLY_ROTARY = "npu.npu_apply_rotary_pos_emb"
 QUANTIZE = "npu.npu_quantize"
 DYNAMIC = "npu.npu_dynamic_quant"
 MATMUL = "npu.npu_quant_matmul"
@@ -240,20 +241,13 @@ REFUSED = (
     Refused(activation.CONTIGUOUS, SWIGLU, lambda: {"input": skewed(half(3, 64))}),
     Refused(activation.ALIGNED_310P, SWIGLU, lambda: {"input": half(3, 32)}, P310),
     Refused(rotary.MODE, ROTARY, lambda: calls.rotary(rotary_mode="quarter")),
-    Refused(rotary.MODE_310P, ROTARY, lambda: calls.rotary(rotary_mode="interleave"), P310),
+    Refused(rotary.CHIP_310P, ROTARY, calls.rotary, P310),
     Refused(rotary.DTYPE, ROTARY, lambda: calls.rotary(r1=half(1, 5, 1, 64).double())),
-    Refused(rotary.DTYPE_310P, ROTARY, lambda: calls.rotary(input=half(1, 5, 4, 64).to(BFLOAT)), P310),
     Refused(rotary.DIMS, ROTARY, lambda: calls.rotary(input=half(5, 4, 64))),
     Refused(
         rotary.HEAD_SIZE,
         ROTARY,
         lambda: calls.rotary(input=half(1, 5, 4, 898), r1=half(1, 5, 1, 898), r2=half(1, 5, 1, 898)),
-    ),
-    Refused(
-        rotary.HEAD_SIZE_310P,
-        ROTARY,
-        lambda: calls.rotary(input=half(1, 5, 4, 80), r1=half(1, 5, 1, 80), r2=half(1, 5, 1, 80)),
-        P310,
     ),
     Refused(rotary.SAME_SHAPE, ROTARY, lambda: calls.rotary(r2=half(1, 1, 1, 64))),
     Refused(rotary.FULL_SIZE, ROTARY, lambda: calls.rotary(r1=half(1, 5, 1, 32), r2=half(1, 5, 1, 32))),
@@ -267,6 +261,25 @@ REFUSED = (
         lambda: calls.rotary(input=half(2, 16, 2, 64), r1=half(1, 1, 2, 64), r2=half(1, 1, 2, 64)),
     ),
     Refused(rotary.MATRIX, ROTARY, lambda: calls.rotary(rotate=half(64, 32))),
+    Refused(rotary.APPLY_DIMS, APPLY_ROTARY, lambda: calls.apply_rotary(layout="TND"), P310),
+    Refused(rotary.APPLY_ROWS, APPLY_ROTARY, lambda: calls.apply_rotary(key=half(1, 4, 2, 64)), P310),
+    Refused(
+        rotary.APPLY_SIZE,
+        APPLY_ROTARY,
+        lambda: {name: tensor[..., :32] for name, tensor in calls.apply_rotary().items()},
+        P310,
+    ),
+    Refused(
+        rotary.APPLY_ONE, APPLY_ROTARY, lambda: calls.apply_rotary(cos=half(1, 5, 4, 64), sin=half(1, 5, 4, 64)), P310
+    ),
+    Refused(rotary.APPLY_DTYPE, APPLY_ROTARY, lambda: calls.apply_rotary(cos=torch.ones(1, 5, 1, 64)), P310),
+    Refused(
+        rotary.APPLY_DTYPE_310P,
+        APPLY_ROTARY,
+        lambda: {name: tensor.to(BFLOAT) for name, tensor in calls.apply_rotary().items()},
+        P310,
+    ),
+    Refused(rotary.APPLY_MODE, APPLY_ROTARY, lambda: calls.apply_rotary(rotary_mode="interleave"), P310),
     # int8
     Refused(quantization.QUANTIZE_DTYPE, QUANTIZE, lambda: calls.quantize(input=half(3, 32).to(BFLOAT)), P310),
     Refused(quantization.QUANTIZE_SCALES, QUANTIZE, lambda: calls.quantize(scales=torch.ones(1))),

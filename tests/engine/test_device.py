@@ -94,7 +94,7 @@ def test_the_first_visible_npu_is_taken_and_its_operators_are_not_compiled_for_e
         "from reprise_engine.device import npu_number, resolve_device\n"
         "found = [resolve_device(requested) for requested in ('auto', 'npu')]\n"
         "import torch\n"
-        "print(*found, *map(npu_number, found), torch.npu.jit_compile)"
+        "print(*found, *map(npu_number, found), torch.npu.state.jit_compile)"
     )
     environment = npu_environment(chip, count=8) | {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
@@ -192,18 +192,19 @@ def test_each_rank_has_an_npu_of_its_own_and_too_few_are_refused(monkeypatch: py
     torch_npu.__spec__ = ModuleSpec("torch_npu", None)
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
     taken: list[int] = []
+    modes: list[bool] = []
     npu = SimpleNamespace(
         is_available=lambda: True,
         device_count=lambda: 2,
         set_device=taken.append,
-        set_compile_mode=lambda jit_compile: None,
+        set_compile_mode=lambda jit_compile: modes.append(jit_compile),
     )
     monkeypatch.setattr(torch, "npu", npu, raising=False)
     chosen: list[object] = []
     monkeypatch.setattr(torch, "device", lambda *given: chosen.append(given))  # "npu" is no device without torch_npu
 
     resolve_device("npu", rank=1, size=2)
-    assert (chosen, taken) == ([("npu", 1)], [1])
+    assert (chosen, taken, modes) == ([("npu", 1)], [1], [False])
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size is 4, but 2 NPUs are visible\. Lower it to 2"):
         resolve_device("npu", rank=0, size=4)
     assert taken == [1]

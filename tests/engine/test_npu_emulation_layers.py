@@ -41,6 +41,15 @@ def test_rotary_turns_pairs_by_their_angle(npu: Any, mode: str) -> None:
     torch.testing.assert_close(npu.npu_rotary_mul(x, full.cos(), full.sin(), mode), joined, atol=1e-5, rtol=1e-5)
 
 
+def test_queries_and_keys_are_rotated_in_place(npu: Any) -> None:
+    call = calls.apply_rotary()
+    expected = [npu.npu_rotary_mul(call[name].clone(), call["cos"], call["sin"]) for name in ("query", "key")]
+    rotated = npu.npu_apply_rotary_pos_emb(**call)
+    for name, result, right in zip(("query", "key"), rotated, expected, strict=True):
+        assert torch.equal(result, right)
+        assert torch.equal(call[name], right)
+
+
 def test_rotary_by_a_matrix(npu: Any) -> None:
     call = calls.rotary()
     halves = torch.zeros(64, 64, dtype=HALF)

@@ -13,6 +13,7 @@ from tests.engine.npu_calls import half
 from tests.engine.npu_refusals import (
     A2,
     ADD_NORM,
+    APPLY_ROTARY,
     DYNAMIC,
     FIA,
     GATHER,
@@ -54,7 +55,8 @@ GOOD: tuple[tuple[str, Callable[[], dict[str, Any]], str], ...] = (
     *((NORM, calls.norm, chip) for chip in (A2, P310)),
     *((ADD_NORM, calls.add_norm, chip) for chip in (A2, P310)),
     *((SWIGLU, lambda: {"input": half(3, 64)}, chip) for chip in (A2, P310)),
-    *((ROTARY, calls.rotary, chip) for chip in (A2, P310)),
+    (ROTARY, calls.rotary, A2),
+    *((APPLY_ROTARY, calls.apply_rotary, chip) for chip in (A2, P310)),
     *((QUANTIZE, calls.quantize, chip) for chip in (A2, P310)),
     (DYNAMIC, lambda: {"input": half(3, 32)}, A2),
     (MATMUL, calls.matmul, A2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,10 +21,12 @@ from reprise_engine.models.npu_layers import (
     NPUDecoderLayer,
     NPUExperts,
     NPURMSNorm,
+    NPURotary,
     NPUSelfAttention,
     Residual,
     fuse_npu_layers,
 )
+from reprise_engine.models.npu_saturation import SaturationWatch
 from reprise_engine.models.w8a8 import BiasedNorm
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
@@ -121,13 +124,129 @@ def test_each_layer_takes_the_fewest_launches() -> None:
 
 
 def test_what_the_310p_does_not_take_stays_torch() -> None:
-    """Heads of 32 are not rotated by its operator, which takes 128 only."""
+    """Heads of 32 are not rotated by its operator."""
     model = load("qwen3", torch.float32)
     with npu_operators("310P"):
         fuse_npu_layers(model.module, chip=Chip.P310)
         with Calls() as calls:
             logits_of(model)
     assert calls.count == {"rms_norm": 7, "add_rms_norm": 6, "swiglu": 3}
+
+
+class OfMatrices(nn.Module):
+    """As older versions of transformers compute it."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.inv_freq, self.attention_scaling = rotary.inv_freq, rotary.attention_scaling
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (self.inv_freq[None, :, None] @ position_ids[:, None, :].float()).transpose(1, 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def test_angles_are_no_products_of_matrices() -> None:
+    """Which a 310P has in float16 only. `Qwen3RotaryEmbedding` is whatever the installed transformers makes of it."""
+    model = load("qwen3", torch.float16)
+    inner = cast(Any, model.module).model
+    positions = torch.tensor([[0, 1, 2047, 4099, 100_003]])
+    plain = inner.rotary_emb
+    inner.rotary_emb = type("Qwen3RotaryEmbedding", (OfMatrices,), {})(plain)
+    fuse_npu_layers(model.module, chip=Chip.P310)
+    assert type(inner.rotary_emb) is NPURotary
+    x = torch.zeros(1, dtype=torch.float32)
+    for ours, expected in zip(inner.rotary_emb(x, positions), plain(x, positions), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(("chip", "operator"), [(Chip.A2, "rotary_mul"), (Chip.P310, "apply_rotary_pos_emb")])
+def test_heads_of_128_are_rotated_by_the_chip_s_own_operator(chip: Chip, operator: str) -> None:
+    attention: Any = nn.Module()
+    attention.head_dim, attention.scaling, attention.layer_idx = 128, 1.0, 0
+    shapes = {"q_proj": 4 * 128, "k_proj": 2 * 128, "v_proj": 2 * 128}
+    for name, outputs in shapes.items():
+        setattr(attention, name, nn.Linear(64, outputs, bias=False).half())
+    attention.o_proj = nn.Identity()
+    seen: list[torch.Tensor] = []
+
+    class Backend:
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            seen.extend((q, k, v))
+            return q
+
+    angles = torch.linspace(0, 6, 5 * 64).view(1, 5, 64).repeat(1, 1, 2)
+    x, cosine, sine = torch.randn(1, 5, 64).half(), angles.cos().half(), angles.sin().half()
+    paged = SimpleNamespace(backend=Backend(), kv=[None], metadata=None)
+    with torch.inference_mode():
+        for rotates in (True, False):
+            with npu_operators("310P" if chip is Chip.P310 else "910B"), Calls() as calls:
+                layer = NPUSelfAttention(attention, chip=chip, rotates_by_operator=rotates)
+                layer(x, (cosine, sine), cast(Any, paged))
+            assert set(calls.count) == ({operator} if rotates else set())
+    for by_operator, plain in zip(seen[:3], seen[3:], strict=True):
+        torch.testing.assert_close(by_operator, plain, atol=4e-3, rtol=4e-3)
+    assert (seen[0] - (x[0] @ attention.q_proj.weight.T).unflatten(-1, (4, 128))).abs().max() > 0.1, (
+        "nothing was turned"
+    )
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Rows of the products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in ("aten::mm", "aten::addmm"), "a product that is not looked at"
+        if func._schema.name == "aten::linear":
+            self.rows.add(args[0].shape[:-1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3-moe"])
+def test_a_310p_multiplies_rows_by_sixteens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other numbers it would convert the weights at every call; a mixture's experts get what they get."""
+    monkeypatch.setattr(f"{__name__}.SEQUENCES", (prompt_of(21, seed=1), prompt_of(1, seed=3)))
+    model = load(family, torch.float32)
+    expected = logits_of(model)
+    with npu_operators("310P"):
+        fuse_npu_layers(model.module, chip=Chip.P310)
+        with Products() as products:
+            logits = logits_of(model)
+    assert logits.shape == expected.shape
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert any(rows % 16 for rows in products.rows) == (family == "qwen3-moe")
+    assert 32 in products.rows, "the head's"
+
+
+def test_a_310p_tells_once_that_hidden_states_are_cut(caplog: pytest.LogCaptureFixture) -> None:
+    for factor, told in ((1.0, []), (3e6, ["Hidden states of layer 0 and 2 others reach 65504"])):
+        model = load("llama", torch.float16)
+        weight = cast(Any, model.module).model.embed_tokens.weight
+        weight.data = weight.data.float().mul_(factor).clamp_(-65504, 65504).half()
+        with npu_operators("310P"):
+            fuse_npu_layers(model.module, chip=Chip.P310)
+            for _ in range(3):
+                logits_of(model)
+        assert [record.getMessage()[: len(words)] for record, words in zip(caplog.records, told, strict=True)] == told
+    with npu_operators("910B"):
+        other = load("llama", torch.float16)
+        fuse_npu_layers(other.module, chip=Chip.A2)
+        assert cast(Any, other.module).model.layers[0]._watch is None
+
+
+def test_steps_of_decodes_are_not_looked_at() -> None:
+    watch = SaturationWatch()
+    stream = torch.full((1, 3, 4), 65504.0)
+    watch.look(stream, decodes=True)
+    assert not watch._peaks
+    watch.look(stream, decodes=False)
+    assert [peak.item() for peak in watch._peaks] == [65504.0]
+    watch.begin_step()
+    watch.look(stream, decodes=False)
+    assert not watch._peaks, "it looks on after it has told"
 
 
 def test_scaled_cosines_are_not_given_to_the_operator() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,6 +16,7 @@ from reprise_engine.attention.base import AttentionBackend
 from reprise_engine.attention.cpu import CPUAttention
 from reprise_engine.attention.reference import ReferenceAttention
 from reprise_engine.config import DType, ModelConfig, SchedulerConfig
+from reprise_engine.errors import NotFinite
 from reprise_engine.models.loader import LoadedModel, load_model
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.batch import build_batch
@@ -263,3 +266,40 @@ def test_the_deepest_step_ends_the_longest_prompt() -> None:
         batch = build_batch(deepest, block_size=8, num_blocks=needed, device=CPU)
         assert (batch.metadata.query_lens, batch.metadata.kv_lens) == ((new,), (max_model_len,))
         assert needed == num_blocks, "what its new tokens need, however long the prompt"
+
+
+# --- what is no number
+
+
+def spoiled(model: LoadedModel, token: int, value: float) -> LoadedModel:
+    """Its embedding of one token, untied from the head, has a number that float16 would not hold."""
+    module = copy.deepcopy(model.module)
+    weight = module.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    weight = weight.clone()
+    weight[token, 0] = value
+    module.get_input_embeddings().weight = torch.nn.Parameter(weight, requires_grad=False)
+    return replace(model, module=module)
+
+
+def test_a_request_without_finite_logits_ends_and_the_others_go_on() -> None:
+    model = loaded("qwen3")
+    sequence_a, sequence_b = tokens(11, 1), tokens(9, 2)
+    assert sequence_b[4] not in sequence_a
+    drawn = replace(part("b", sequence_b, (7, 1)), sampling=SamplingParams(temperature=1.0, top_p=0.9, logprobs=2))
+    result = make_runner(spoiled(model, sequence_b[4], math.inf)).run(step(part("a", sequence_a, (5, 2)), drawn))
+    assert set(result.errors) == {"b"}
+    assert isinstance(result.errors[RequestId("b")], NotFinite)
+    assert "no finite numbers" in str(result.errors[RequestId("b")])
+    alone = make_runner(model).run(step(part("a", sequence_a, (5, 2))))
+    assert result.sampled[RequestId("a")] == alone.sampled[RequestId("a")]
+    assert not alone.errors
+
+
+def test_a_prompt_without_finite_log_probabilities_is_told_before_it_samples() -> None:
+    model = loaded("qwen3")
+    sequence = tokens(9, 2)
+    chunk = replace(part("b", sequence, (7, 1), samples=False), scored=sequence[1:])
+    result = make_runner(spoiled(model, sequence[4], math.nan)).run(step(chunk))
+    assert isinstance(result.errors[RequestId("b")], NotFinite)
+    assert not make_runner(model).run(step(chunk)).errors

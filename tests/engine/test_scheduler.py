@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from reprise_engine.config import SchedulerConfig
-from reprise_engine.errors import ConfigError, ContextLengthExceeded, RequestError
-from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestTimes, SamplingParams
+from reprise_engine.errors import ConfigError, ContextLengthExceeded, NotFinite, RequestError
+from reprise_engine.request import EngineRequest, FinishReason, RequestId, RequestTimes, SamplingParams, TokenId
 from reprise_engine.scheduler import Scheduler
 from reprise_engine.step import Step, StepResult
 from tests.engine.paged_fake import World
@@ -374,3 +374,20 @@ def test_steps_are_committed_one_by_one() -> None:
         one.schedule(0.0)
     with pytest.raises(RuntimeError, match="not awaited"):
         one.commit(step, StepResult(step_id=2, sampled={}), 0.0)
+
+
+def test_what_was_computed_without_finite_numbers_is_nobody_s_prefix() -> None:
+    one = scheduler()
+    for error in (NotFinite("no numbers"), None):
+        one.add(request((1,) * 9, SamplingParams(max_tokens=1)))
+        step = one.schedule(0.0)
+        assert step is not None
+        assert step.requests[0].start == 0, "the prefix of the one that failed was read"
+        errors = {} if error is None else {RequestId("x"): error}
+        result = StepResult(step_id=step.step_id, sampled={RequestId("x"): TokenId(3)}, errors=errors)
+        (output,) = one.commit(step, result, 0.0)
+        assert output.error is error
+    one.add(request((1,) * 9, SamplingParams(max_tokens=1)))
+    again = one.schedule(0.0)
+    assert again is not None
+    assert again.requests[0].start == 8, "the prefix of the one that succeeded was not read"

@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from reprise_engine.errors import NotFinite
+from reprise_engine.server.errors import as_api_error
 from tests.support.engine_server import RunningServer, fake_options, running_server
 
 COMPLETIONS = "/v1/completions"
@@ -218,3 +220,15 @@ def test_keys_guard_everything_but_probes_and_metrics(tmp_path_factory: pytest.T
         for key in ("secret-one", "secret-two"):
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as sdk:
                 assert sdk.completions.create(model="counter", prompt="a", max_tokens=1).choices[0].text == "b"
+
+
+def test_no_finite_numbers_are_the_server_s_fault() -> None:
+    answer = as_api_error(NotFinite("The model computed no finite numbers."))
+    assert answer is not None
+    assert answer.status == 500
+    assert answer.body["error"] == {
+        "message": "The model computed no finite numbers.",
+        "type": "server_error",
+        "param": None,
+        "code": "not_finite",
+    }

@@ -53,11 +53,21 @@ class KVLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The KV pool of one layer, keys and values each of shape (B, S, K, H), or of what `layout` says."""
+    """The KV pool of one layer, keys and values each of shape (B, S, K, H), or of what `layout` says.
+
+    `plain`: the same memory, shapes and values without the storage format that an NPU's operators tell the layout by,
+    where the tensors bear one: torch's own operations are not for those.
+    """
 
     key_BSKH: torch.Tensor
     value_BSKH: torch.Tensor
     layout: KVLayout = KVLayout.BSKH
+    plain: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def copyable(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values for torch's own operations, such as copies of whole blocks."""
+        return (self.key_BSKH, self.value_BSKH) if self.plain is None else self.plain
 
     @property
     def num_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Copies of whole blocks as one indexed operation a tensor."""
+"""Copies of whole blocks inside the pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def original_sources(copies: Sequence[tuple[int, int]]) -> dict[int, int]:
 
 
 class BlockCopier:
-    """Runs the same copies for layer after layer: their indices are brought to the device once a step."""
+    """One indexed operation a tensor. Runs the same copies for layer after layer: their indices are brought to the
+    device once a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,8 +39,15 @@ class BlockCopier:
         _, source_blocks, target_blocks = self._known
         if not len(source_blocks):
             return
-        for pool in (kv.key_BSKH, kv.value_BSKH):
+        for pool in kv.copyable:
             pool[target_blocks] = pool[source_blocks]
 
     def _indices(self, blocks: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(blocks), dtype=torch.int64, device=self._device)
+
+
+def copy_one_by_one(kv: LayerKV, copies: Copies) -> None:
+    """In order, each as one piece of memory. Mutates `kv`. For a chip that has no operator for indexed writes."""
+    for pool in kv.copyable:
+        for source, target in copies:
+            pool[target].copy_(pool[source])

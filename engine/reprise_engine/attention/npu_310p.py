@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from reprise_engine.attention.base import AttentionMetadata, KVLayout, LayerKV
-from reprise_engine.attention.block_copies import BlockCopier, Copies
+from reprise_engine.attention.block_copies import Copies, copy_one_by_one
 from reprise_engine.errors import ConfigError
 
 _HIDDEN = -10000.0
@@ -150,7 +150,6 @@ class NPU310PAttention:
                 f"An NPU 310P needs {', '.join(missing)} of CANN's NNAL package (ATB), which is not loaded. "
                 "Install NNAL and source its set_env.sh, or use --device cpu."
             )
-        self._copier = BlockCopier(device)
         self._device = device
         self._plan: _Plan | None = None
 
@@ -194,7 +193,8 @@ class NPU310PAttention:
         return out_TNH
 
     def copy_blocks(self, kv: LayerKV, copies: Copies) -> None:
-        self._copier.copy(kv, copies)
+        # aclnnIndexPutImpl is not among what ops-nn has for a 310P (docs/aclnnIndexPutImpl.md, e5c3fa9).
+        copy_one_by_one(kv, copies)
 
 
 def _split_scale(scale: float) -> tuple[float, float]:

@@ -6,7 +6,9 @@ plain torch. Between layers the stream and what is still to be added to it trave
 addition is done by the norm that follows it.
 
 `torch_npu` must have been imported: it registers `torch.ops.npu`. Sources: op-plugin docs torch_npu-npu_rms_norm.md,
--npu_add_rms_norm.md, -npu_swiglu.md, -npu_rotary_mul.md (517f2e7), vllm-ascend ops/ and _310p/ops/ (182b75e).
+-npu_add_rms_norm.md, -npu_swiglu.md, -npu_rotary_mul.md, -apply_rotary_pos_emb.md (517f2e7), vllm-ascend ops/ and
+_310p/ops/ (182b75e). A 310P has no compiled npu_rotary_mul, but npu_apply_rotary_pos_emb (ops-transformer 3a280bc,
+posembedding/*/op_host/config/ascend310p), which vllm-ascend uses there too.
 
 Axis letters: T tokens, D hidden size, M inner size of the MLP, N query heads, K key heads, H head size, E experts,
 A experts a token goes to.
@@ -23,10 +25,12 @@ from torch import nn
 
 from reprise_engine.attention.bridge import PagedContext
 from reprise_engine.attention.npu_chip import Chip
+from reprise_engine.models.npu_saturation import SaturationWatch
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
 _MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
 _EXPERTS = ("Qwen3MoeExperts",)
+_ROTARIES = ("LlamaRotaryEmbedding", "Qwen2RotaryEmbedding", "Qwen3RotaryEmbedding", "Qwen3MoeRotaryEmbedding")
 _RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 
 _SHORTEST_ROW_310P = 32
@@ -34,7 +38,11 @@ _SHORTEST_ROW_310P = 32
 _SWIGLU_ALIGNMENT_310P = 64
 """Elements of a row of npu_swiglu on a 310P: half of it, in float16, is a multiple of 64 bytes (CANN ops-nn,
 activation/swi_glu/op_host/swi_glu_tiling.cpp, `CalcTiling`). vllm-ascend looks for 32 elements, which is too few."""
+_ROWS_310P = 16
+"""Of a product of matrices: of another number of rows a 310P converts the weights to another layout at every call
+(ops-nn e5c3fa9, matmul/common/op_host/op_api/matmul_util.cpp, `IsFormatSupportNd`, `SetMmSupportFormat`)."""
 _ROTARY_HEAD_310P = 128
+"""Newer ones take 64 too (ops-transformer, posembedding/apply_rotary_pos_emb/op_host, before and after c29bc10)."""
 _LARGEST_ROTARY_HEAD = 895
 _MOST_ROTARY_HEADS = 999
 
@@ -45,6 +53,26 @@ class Residual:
 
     stream: torch.Tensor
     delta: torch.Tensor
+
+
+class NPURotary(nn.Module):
+    """Cosines and sines of positions, of the static kinds. Some versions of transformers compute angles as products of
+    float32 matrices, which a 310P has in float16 only (ops-nn, docs/aclnnBatchMatMul.md, e5c3fa9): wrong by whole
+    turns."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        inv_freq = rotary.inv_freq
+        assert isinstance(inv_freq, torch.Tensor)
+        self.inv_freq = nn.Buffer(inv_freq.float(), persistent=False)
+        self.attention_scaling = float(_number(rotary, "attention_scaling"))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of (1, T) positions each (1, T, H), in x's dtype."""
+        half_1TH = position_ids[..., None].float() * self.inv_freq
+        angle_1TH = torch.cat((half_1TH, half_1TH), dim=-1)
+        cosine_1TH, sine_1TH = angle_1TH.cos() * self.attention_scaling, angle_1TH.sin() * self.attention_scaling
+        return cosine_1TH.to(x.dtype), sine_1TH.to(x.dtype)
 
 
 class NPURMSNorm(nn.Module):
@@ -114,12 +142,28 @@ class NPUExperts(nn.Module):
         return out_TD
 
 
+class NPUHead(nn.Module):
+    """The output embedding on rows that are padded as the stream is."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(_padded(x_TD[None])[0], self.weight, self.bias)[: x_TD.shape[0]]
+
+
 class NPUDecoderLayer(nn.Module):
     """Takes what transformers' model passes to its layers, and a `Residual` for the states from the second layer on,
     which is also what it returns."""
 
-    def __init__(self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool) -> None:
+    def __init__(
+        self, layer: nn.Module, *, chip: Chip, rotates_by_operator: bool, pads: bool, watch: SaturationWatch | None
+    ) -> None:
+        """`pads`: the stream gets rows of zeros behind it, up to a multiple of `_ROWS_310P`; attention knows no more
+        rows than there are positions."""
         super().__init__()
+        self._pads, self._watch = pads, watch
         attention, mlp = layer.self_attn, layer.mlp
         input_norm, post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
         assert isinstance(attention, nn.Module)
@@ -139,10 +183,15 @@ class NPUDecoderLayer(nn.Module):
     ) -> Residual:
         if isinstance(hidden_states, Residual):
             normed, stream = self.input_layernorm.add(hidden_states)
-        else:
-            normed, stream = self.input_layernorm(hidden_states), hidden_states
+        else:  # the first layer
+            stream = _padded(hidden_states) if self._pads else hidden_states
+            normed = self.input_layernorm(stream)
+            if self._watch is not None:
+                self._watch.begin_step()
         attended = self.self_attn(normed, position_embeddings, paged)
         normed, stream = self.post_attention_layernorm.add(Residual(stream, attended))
+        if self._watch is not None:
+            self._watch.look(stream, decodes=len(paged.metadata.query_lens) == position_embeddings[0].shape[1])
         return Residual(stream, self.mlp(normed))
 
 
@@ -168,7 +217,9 @@ class NPUSelfAttention(nn.Module):
             self._sizes = []
         else:
             self._sizes = [int(_number(projection, "out_features")) for projection in projections]
-        self._rotates_by_operator = rotates_by_operator and _can_rotate(self.head_dim, chip)
+        can_rotate = rotates_by_operator and _can_rotate(self.head_dim, chip)
+        self._rotates_both = can_rotate and chip is Chip.P310
+        self._rotates_by_operator = can_rotate and chip is not Chip.P310
 
     def forward(
         self, x_1TD: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], paged: PagedContext
@@ -177,11 +228,21 @@ class NPUSelfAttention(nn.Module):
             projected = [projection(x_1TD[0]) for projection in (self.q_proj, self.k_proj, self.v_proj)]  # type: ignore[operator]
         else:
             projected = list(self.qkv_proj(x_1TD[0]).split(self._sizes, dim=-1))
-        q_TNH, k_TKH, v_TKH = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        rows = position_embeddings[0].shape[1]  # without those that pad
+        q_TNH, k_TKH, v_TKH = (part[:rows].unflatten(-1, (-1, self.head_dim)) for part in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         cosine_1TH, sine_1TH = position_embeddings
-        q_TNH, k_TKH = (self._rotate(heads, cosine_1TH, sine_1TH) for heads in (q_TNH, k_TKH))
+        if self._rotates_both:
+            q_1TNH, k_1TKH = torch.ops.npu.npu_apply_rotary_pos_emb(
+                q_TNH.contiguous().unsqueeze(0),
+                k_TKH.contiguous().unsqueeze(0),
+                cosine_1TH.unsqueeze(2),
+                sine_1TH.unsqueeze(2),
+            )
+            q_TNH, k_TKH = q_1TNH[0], k_1TKH[0]
+        else:
+            q_TNH, k_TKH = (self._rotate(heads, cosine_1TH, sine_1TH) for heads in (q_TNH, k_TKH))
         out_TNH = paged.backend.forward(
             q_TNH,
             k_TKH,
@@ -191,12 +252,15 @@ class NPUSelfAttention(nn.Module):
             scale=self.scaling,
             sliding_window=self.sliding_window,
         )
-        out: torch.Tensor = self.o_proj(out_TNH.flatten(1).unsqueeze(0))  # type: ignore[operator]
+        attended_1TD = out_TNH.flatten(1).unsqueeze(0)
+        if rows < x_1TD.shape[1]:
+            attended_1TD = _padded(attended_1TD)
+        out: torch.Tensor = self.o_proj(attended_1TD)  # type: ignore[operator]
         return out
 
     def _rotate(self, x_TNH: torch.Tensor, cosine_1TH: torch.Tensor, sine_1TH: torch.Tensor) -> torch.Tensor:
         if self._rotates_by_operator and x_TNH.shape[1] <= _MOST_ROTARY_HEADS:
-            # Layout BSND with a batch of one, the one that all of these chips take.
+            # Layout BSND with a batch of one.
             rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(
                 x_TNH.contiguous().unsqueeze(0), cosine_1TH.unsqueeze(2), sine_1TH.unsqueeze(2), "half"
             )
@@ -232,8 +296,25 @@ def fuse_npu_layers(model: nn.Module, *, chip: Chip) -> None:
         for *_, layer in layers
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     ):
+        watch = SaturationWatch() if chip is Chip.P310 else None
+        # A mixture would ask experts what to make of padding.
+        pads = chip is Chip.P310 and not any(isinstance(module, NPUExperts) for module in model.modules())
         for parent, name, layer in layers:
-            setattr(parent, name, NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator))
+            made = NPUDecoderLayer(layer, chip=chip, rotates_by_operator=rotates_by_operator, pads=pads, watch=watch)
+            setattr(parent, name, made)
+    head = getattr(model, "lm_head", None)
+    if chip is Chip.P310 and type(head) is nn.Linear:
+        model.lm_head = NPUHead(head)
+
+
+def _padded(x_1TD: torch.Tensor) -> torch.Tensor:
+    """With rows of zeros, up to a multiple of `_ROWS_310P`."""
+    _, rows, size = x_1TD.shape
+    if rows % _ROWS_310P == 0:
+        return x_1TD
+    padded = x_1TD.new_zeros((1, -(-rows // _ROWS_310P) * _ROWS_310P, size))
+    padded[:, :rows].copy_(x_1TD)
+    return padded
 
 
 def _replacement(module: nn.Module, chip: Chip) -> nn.Module | None:
@@ -242,6 +323,8 @@ def _replacement(module: nn.Module, chip: Chip) -> nn.Module | None:
         return NPURMSNorm(module) if _can_norm(module.weight, chip) else None
     if kind in _MLPS and _is_silu(module.act_fn) and _are_plain(module.gate_proj, module.up_proj):
         return NPUMLP(module, chip=chip)
+    if kind in _ROTARIES:
+        return NPURotary(module)
     if kind in _EXPERTS and _is_silu(module.act_fn):
         return NPUExperts(module, chip=chip)
     return None

@@ -3,6 +3,7 @@ requests beyond the step it is given."""
 
 from __future__ import annotations
 
+import math
 from time import perf_counter
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from reprise_engine.attention.base import AttentionBackend, AttentionMetadata, LayerKV
 from reprise_engine.attention.bridge import PagedContext
+from reprise_engine.errors import NotFinite, RepriseError
 from reprise_engine.models.loader import LoadedModel
 from reprise_engine.request import RequestId, TokenLogprobs
 from reprise_engine.runner.batch import Batch, build_batch
@@ -83,18 +85,27 @@ class ModelRunner:
             self._copy_blocks(step)
             hidden_TD = self._forward(batch)
             prompt_logprobs = self._score_prompts(hidden_TD, step)
+            errors = _errors({name for name, scores in prompt_logprobs.items() if not _are_numbers(scores)})
             if not batch.sampling:
                 return StepResult(
                     step_id=step.step_id,
                     sampled={},
                     prompt_logprobs=prompt_logprobs,
+                    errors=errors,
                     transfer_seconds=transfer_seconds,
                 )
             logits_RV = self._logits(hidden_TD[batch.logits_rows])
+            # Before masks, which are infinite. A sum is not finite where one of its parts is not, in every arithmetic,
+            # where a maximum may pass over NaN; and finite logits of 16 bits do not add up to what float32 holds.
+            totals_R = logits_RV.sum(dim=-1)
             masks = None if pending is None else pending.result()
             if masks is not None:
                 mask_logits(logits_RV, masks.rows, masks.words_MW)
             choices = sample(logits_RV, batch.sampling, engine_seed=self._seed)
+            finite = [math.isfinite(total) for total in totals_R.tolist()]
+        errors |= _errors(
+            {request.request_id for request, good in zip(batch.sampling, finite, strict=True) if not good}
+        )
         chosen = {request.request_id: choice for request, choice in zip(batch.sampling, choices, strict=True)}
         return StepResult(
             step_id=step.step_id,
@@ -103,7 +114,7 @@ class ModelRunner:
                 request_id: choice.logprobs for request_id, choice in chosen.items() if choice.logprobs is not None
             },
             prompt_logprobs=prompt_logprobs,
-            errors={} if masks is None else masks.errors,
+            errors=errors if masks is None else {**masks.errors, **errors},
             transfer_seconds=transfer_seconds,
         )
 
@@ -162,7 +173,7 @@ class ModelRunner:
             paged=PagedContext(backend=self._backend, kv=self._kv, metadata=metadata),
         )
         hidden_1TD: torch.Tensor = output.last_hidden_state
-        return hidden_1TD[0]
+        return hidden_1TD[0, : input_ids_1T.shape[1]]  # without rows that some layers pad with
 
     def _logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         logits_RV: torch.Tensor = self._head(hidden_RD)
@@ -187,3 +198,18 @@ class ModelRunner:
                 )
             found[request.request_id] = tuple(scores)
         return found
+
+
+def _are_numbers(scores: tuple[TokenLogprobs, ...]) -> bool:
+    return not any(math.isnan(score.logprob) for score in scores)
+
+
+def _errors(requests: set[RequestId]) -> dict[RequestId, RepriseError]:
+    return {
+        request_id: NotFinite(
+            "The model computed no finite numbers for this request, so there is nothing to choose a token from. With "
+            "float16 some models exceed its 65,504: serve it in bfloat16 (--dtype) where the device has it, or "
+            "another model. Where other prompts fail too, check weights and device."
+        )
+        for request_id in requests
+    }

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from reprise_engine.attention import create_attention_backend
+from reprise_engine.attention.npu_chip import Chip, chip_of
 from reprise_engine.config import SchedulerConfig
 from reprise_engine.models.loader import LoadedModel
+from reprise_engine.npu_environment import has_310p_on_pci
 from reprise_engine.request import RequestId, SamplingParams
 from reprise_engine.runner.kv_cache import allocate_kv_cache
 from reprise_engine.runner.model_runner import ModelRunner
@@ -31,6 +34,10 @@ class NPUMemory:
     @classmethod
     def probe(cls, device: torch.device) -> NPUMemory:
         free, total = _torch_npu().mem_get_info(device)
+        if device.type == "npu" and chip_of(device) is Chip.P310 and not has_310p_on_pci():
+            # It shares the machine's memory, of which the driver does not know how much others have taken (vllm-ascend,
+            # _310p/worker_310p.py, 182b75e).
+            free = min(free, psutil.virtual_memory().available)
         return cls(total=total, free=free)
 
 
@@ -131,7 +138,7 @@ def profile_npu(
     activations = npu.max_memory_allocated(model.device) - resting
     # Of engines that start on this NPU one does so at a time (npu_turns.py); what one that serves already takes in the
     # meantime cannot be told from our own runtime's share, so the share is bounded.
-    free, _ = npu.mem_get_info(model.device)
+    free = NPUMemory.probe(model.device).free
     other = min(max(0, before.free - free - npu.memory_reserved(model.device)), _MOST_OUTSIDE_TORCH)
     graphs, graph_sizes = _profile_graphs(npu, runner, model, graph_sizes, max_model_len=max_model_len)
     del kv, runner

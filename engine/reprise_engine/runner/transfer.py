@@ -83,7 +83,7 @@ class DeviceTransfer:
     ) -> None:
         """`slots_QX` is the slots' memory where it is given, dense along X, and as it is; otherwise it is made."""
         keys_BSKH = kv[0].key_BSKH
-        self._kv = kv
+        self._kv = [layer.copyable for layer in kv]
         self._device = keys_BSKH.device
         shape = (num_slots, len(kv), 2, *keys_BSKH.shape[1:])
         if slots_QX is None:
@@ -96,15 +96,15 @@ class DeviceTransfer:
     def store(self, stores: Sequence[BlockStore]) -> None:
         for store in stores:
             for layer, slot_2SKH in zip(self._kv, self._slots_QL2SKH[store.slot], strict=True):
-                slot_2SKH[0].copy_(layer.key_BSKH[store.source], non_blocking=True)
-                slot_2SKH[1].copy_(layer.value_BSKH[store.source], non_blocking=True)
+                for pool_BSKH, slot_SKH in zip(layer, slot_2SKH, strict=True):
+                    slot_SKH.copy_(pool_BSKH[store.source], non_blocking=True)
         self._wait(stores)
 
     def load(self, loads: Sequence[BlockLoad]) -> None:
         for load in loads:
             for layer, slot_2SKH in zip(self._kv, self._slots_QL2SKH[load.slot], strict=True):
-                layer.key_BSKH[load.target].copy_(slot_2SKH[0], non_blocking=True)
-                layer.value_BSKH[load.target].copy_(slot_2SKH[1], non_blocking=True)
+                for pool_BSKH, slot_SKH in zip(layer, slot_2SKH, strict=True):
+                    pool_BSKH[load.target].copy_(slot_SKH, non_blocking=True)
         self._wait(loads)
 
     def _wait(self, done: Sequence[object]) -> None:

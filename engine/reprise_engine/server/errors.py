@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from reprise_engine.errors import EngineDead, EngineStopped, RequestError, SlowReader
+from reprise_engine.errors import EngineDead, EngineStopped, NotFinite, RequestError, SlowReader
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -72,6 +72,8 @@ def as_api_error(error: Exception) -> ApiError | None:
         return ApiError(400, error.message, param=error.param, code=error.code)
     if isinstance(error, SlowReader):
         return ApiError(408, str(error), code="slow_reader")
+    if isinstance(error, NotFinite):
+        return ApiError(500, str(error), error_type=SERVER_ERROR, code="not_finite")
     if isinstance(error, EngineStopped):
         return ApiError(503, str(error), error_type=SERVER_ERROR, code="engine_unavailable", headers=dict(RETRY_LATER))
     if isinstance(error, EngineDead):
@@ -86,6 +88,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     @app.exception_handler(EngineDead)
     @app.exception_handler(SlowReader)
+    @app.exception_handler(NotFinite)
     async def api_error(_: Request, error: Exception) -> JSONResponse:
         answer = as_api_error(error)
         assert answer is not None

@@ -36,6 +36,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "npu_add_rms_norm": norms.add_rms_norm,
     "npu_swiglu": activation.swiglu,
     "npu_rotary_mul": rotary.rotary_mul,
+    "npu_apply_rotary_pos_emb": rotary.apply_rotary_pos_emb,
     "npu_quantize": quantization.quantize,
     "npu_dynamic_quant": quantization.dynamic_quant,
     "npu_quant_matmul": quantization.quant_matmul,

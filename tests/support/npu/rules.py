@@ -45,6 +45,8 @@ OPS_NN = Repository("hicann/ops-nn", "e5c3fa9327ea95ba26d06227e746923580d10921",
 """CANN's norms, activations and quantised matmuls."""
 OP_PLUGIN = Repository("Ascend/op-plugin", "517f2e7d0f202f38b76310706cb977ca2388ad21", "2026-08-21")
 """torch_npu's own C++ (shapes of outputs, its checks) and its documentation pages."""
+TORCH_NPU = Repository("Ascend/pytorch", "9e73e708ab9350d203475609f36f8a43f6a0c2ab", "2026-08-21")
+"""torch_npu itself: how a tensor's storage format is kept, and what copies make of it."""
 ATB = Repository("hicann/ascend-transformer-boost", "ddcc8b6225b8b7d4703c69c319244bdea0f0c9a1", "2026-07-22")
 """The operators that a 310P's attention calls: their checks, their tilings and their kernels, as CANN 9.1 has them."""
 FIELD_REPORT = Repository("a report from a service on a 310P", "as published", "2026-07-08")

@@ -34,6 +34,7 @@ NPU_NAMES = (
     "npu_add_rms_norm",
     "npu_swiglu",
     "npu_rotary_mul",
+    "npu_apply_rotary_pos_emb",
     "npu_quant_matmul",
     "npu_dynamic_quant",
     "npu_quantize",

@@ -12,6 +12,7 @@ from torch.utils import backend_registration
 from tests.support.npu.device.memory import GIB, DeviceMemory
 from tests.support.npu.device.runtime import NpuRuntime
 from tests.support.npu.device.tensor import DeviceState, NpuTensor, dispatch, factories
+from tests.support.npu.device.torch_rules import patch_dlpack
 from tests.support.npu.machine import Chip
 from tests.support.npu.operators import npu_operators
 
@@ -31,7 +32,7 @@ def install(environment: Mapping[str, str] = os.environ) -> NpuRuntime:
     count = int(environment.get("EMULATED_NPU_COUNT", "1"))
     if visible is not None:
         count = len([index for index in visible.split(",") if index.strip().isdigit() and int(index) < count])
-    NpuTensor.state = DeviceState(memory)
+    NpuTensor.state = DeviceState(memory, chip, jit_compile=chip is Chip.ASCEND_310P)
     runtime = NpuRuntime(NpuTensor.state, chip, count)
     backend_registration._setup_privateuseone_for_python_backend("npu", backend_module=runtime)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -40,6 +41,7 @@ def install(environment: Mapping[str, str] = os.environ) -> NpuRuntime:
     others: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]  # the same
     others.fallback(lambda operation, *args, **kwargs: dispatch(operation, args, kwargs), "PrivateUse1")
     operators = npu_operators(chip, also_float32=environment.get("EMULATED_NPU_FLOAT32") == "1")
-    operators.__enter__()
+    NpuTensor.state.formats = operators.__enter__().formats
+    patch_dlpack(lambda tensor: isinstance(tensor, NpuTensor), NpuTensor)
     _KEPT.extend((library, others, operators))
     return runtime

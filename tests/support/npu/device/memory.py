@@ -39,7 +39,7 @@ class DeviceMemory:
     def hold(self, owner: torch.Tensor, raw: torch.Tensor) -> None:
         """Counts raw's storage for as long as `owner` lives; raises torch.OutOfMemoryError."""
         storage = raw.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
+        address, size = storage.data_ptr(), storage.nbytes()  # DLPack makes several storages of one memory
         if address not in self._viewers:
             self.check(size)
             self._viewers[address] = 0

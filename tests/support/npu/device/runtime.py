@@ -50,10 +50,6 @@ class NpuRuntime:
     state: DeviceState
     chip: Chip
     count: int
-    jit_compile: bool = field(init=False)
-    """Whether operators are compiled anew for each shape, and those of op-plugin go by the older way (acl_op), unless
-    it is switched off: of chips before 910B1 (torch_npu, csrc/framework/interface/EnvVariables.cpp,
-    CheckJitDisableInner, 94c0533ba; vllm-ascend switches it off, _310p/worker_310p.py, 182b75ea)."""
     _current: int = 0
     _stream: NpuStream = field(default_factory=NpuStream)
 
@@ -62,12 +58,6 @@ class NpuRuntime:
     Event = NpuEvent
     ExternalEvent = NpuEvent
     OutOfMemoryError = torch.OutOfMemoryError
-
-    def __post_init__(self) -> None:
-        self.jit_compile = self.chip is Chip.ASCEND_310P
-
-    def set_compile_mode(self, jit_compile: bool = False) -> None:
-        self.jit_compile = jit_compile
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -95,6 +85,9 @@ class NpuRuntime:
         self._index(device)
         if isinstance(self.state.capture, graphs.NPUGraph):
             self.state.capture.refuse("synchronize")
+
+    def set_compile_mode(self, jit_compile: bool = False) -> None:
+        self.state.jit_compile = jit_compile
 
     def manual_seed_all(self, seed: int) -> None: ...
 

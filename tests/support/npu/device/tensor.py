@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.npu.device.memory import DeviceMemory
+from tests.support.npu.device.torch_rules import COMPILED_BEFOREHAND, check_operation
+from tests.support.npu.machine import Chip, Formats
 
 
 class Recorder(Protocol):
@@ -26,8 +28,11 @@ class Recorder(Protocol):
 @dataclass
 class DeviceState:
     memory: DeviceMemory
+    chip: Chip
     capture: Recorder | None = None
     update: Recorder | None = None
+    formats: Formats = field(default_factory=Formats)
+    jit_compile: bool = False
 
 
 class NpuTensor(torch.Tensor):
@@ -83,6 +88,9 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operation on raw tensors; its results are of the device that it was asked for."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    state = NpuTensor.state
+    COMPILED_BEFOREHAND.require(not state.jit_compile, f"{operation}")
+    check_operation(state.chip, state.formats, operation, [raw_of(tensor) for tensor in tensors])
     stays = target_device(args, kwargs) in (None, "npu")
     known = {id(raw_of(tensor)): tensor for tensor in tensors}
     result = operation(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
