@@ -1,6 +1,6 @@
 """The computed peak of a step's memory against the measured one: the high-water mark of a process of its own.
 
-Tolerance: the estimate is not below what was measured, less 4 MiB, and at most 1.25 times it, plus 4 MiB. (Memory comes
+Tolerance: the estimate is not below what was measured, less 6 MiB, and at most 1.25 times it, plus 6 MiB. (Memory comes
 in pages, and libraries keep buffers.) The step runs six times: what the allocator kept would add up.
 """
 
